@@ -1,0 +1,83 @@
+"""Where the time went: by phase, stage and part, so that the rows add up to the steps' wall time."""
+
+from dataclasses import dataclass
+
+import narwhals as nw
+
+from .schema import PHASES
+from .trace import Trace
+
+OWN = "own"
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Time of one stage in one phase, as the mean over the traced calls, and its share of the phase.
+
+    `part` is null on a stage's own row; below it are its parts, whose times add up to the
+    stage's where `own` (residual additions and the like) is counted with them.
+    """
+
+    phase: str
+    stage: str
+    part: str | None
+    count: int
+    time_ns: float
+    share: float
+
+
+def breakdown(trace: Trace) -> list[StageTime]:
+    """Return the rows of both phases, stages in the order in which they run, parts below theirs.
+
+    Only top-level steps count (a forward inside another step is that step's `nested` row), and
+    only steps whose spans were recorded; times are per call.
+    """
+    spans = nw.from_native(trace.table("spans").select(["step", "phase", "span", "parent", "stage", "part", "start_ns", "host_ns"]))
+    steps = nw.from_native(trace.table("steps").select(["step", "call", "parent_step", "warmup", "discarded"]))
+    counted = steps.filter(nw.col("parent_step").is_null(), ~nw.col("warmup"), ~nw.col("discarded"))
+    calls = max(counted["call"].n_unique(), 1)
+    mine = spans.join(counted.select("step"), on="step", how="inner")
+    stages = _sum(mine.filter(nw.col("parent").is_null()), ["phase", "stage"])
+    parts = _sum(_with_parent_stage(mine), ["phase", "stage", "part"])
+    rows = []
+    for phase in PHASES:
+        of_phase = [row for row in stages if row["phase"] == phase]
+        total = sum(row["host_ns"] for row in of_phase)
+        for row in sorted(of_phase, key=lambda row: row["order"]):
+            rows.append(_stage_time(row, None, calls, total))
+            inside = [part for part in parts if (part["phase"], part["stage"]) == (phase, row["stage"])]
+            rows += [_stage_time(part, part["part"], calls, total) for part in sorted(inside, key=lambda p: p["order"])]
+            own = row["host_ns"] - sum(part["host_ns"] for part in inside)
+            if inside and row["stage"] == "layer":
+                rows.append(_stage_time(row | {"host_ns": own}, OWN, calls, total))
+    return rows
+
+
+def _with_parent_stage(spans: nw.DataFrame) -> nw.DataFrame:  # type: ignore[type-arg]
+    """Direct children of top-level spans that bear a part."""
+    top = spans.filter(nw.col("parent").is_null()).select(nw.col("span").alias("parent"))
+    return spans.filter(~nw.col("part").is_null()).join(top, on="parent", how="inner")
+
+
+def _sum(spans: nw.DataFrame, by: list[str]) -> list[dict[str, object]]:  # type: ignore[type-arg]
+    """Total time and count of each group; `order` tells which began first within its step."""
+    first = spans.group_by("step").agg(nw.col("start_ns").min().alias("step_start"))
+    placed = spans.join(first, on="step", how="inner").with_columns(
+        (nw.col("start_ns") - nw.col("step_start")).alias("offset")
+    )
+    grouped = placed.group_by(by).agg(
+        nw.col("host_ns").sum(), nw.len().alias("count"), nw.col("offset").mean().alias("order")
+    )
+    return list(grouped.iter_rows(named=True))
+
+
+def _stage_time(row: dict[str, object], part: str | None, calls: int, total: float) -> StageTime:
+    time_ns = float(row["host_ns"])  # type: ignore[arg-type]
+    return StageTime(
+        phase=str(row["phase"]),
+        stage=str(row["stage"]),
+        part=part,
+        count=int(row["count"]),  # type: ignore[call-overload]
+        time_ns=time_ns / calls,
+        share=time_ns / total if total else 0.0,
+    )

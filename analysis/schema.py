@@ -1,0 +1,285 @@
+"""The trace format: its tables, their columns, and the keys of the manifest.
+
+This module is the one place where a column is named, typed and explained. The writer takes
+its Arrow schemas from here, the reader checks against them, and `docs/trace-format.md` is
+printed from here by `python -m lifetrace.analysis.schema`.
+"""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+FORMAT_VERSION = 1
+
+INT = pa.int64()
+SMALL = pa.int32()
+FLAG = pa.bool_()
+FLOAT = pa.float64()
+TEXT = pa.string()
+WORD = pa.dictionary(pa.int32(), pa.string())
+SHAPE = pa.list_(pa.int32())
+
+PHASES = ("prefill", "decode")
+STAGES = (
+    "tokenize", "prepare", "embed", "layer", "final_norm", "lm_head", "sample", "detokenize", "nested", "other",
+)  # fmt: skip
+TOP_STAGES = ("prepare", "embed", "layer", "final_norm", "lm_head", "sample", "nested", "other")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its Arrow type, whether the run or its end fills it, and what it means."""
+
+    name: str
+    type: pa.DataType
+    meaning: str
+    completed_at_close: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a trace: a single file, or a folder of part files."""
+
+    name: str
+    in_parts: bool
+    row: str
+    columns: tuple[Column, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema; every field may be null, for a missing measurement is null."""
+        return pa.schema([pa.field(column.name, column.type) for column in self.columns])
+
+
+def _at_close(name: str, type_: pa.DataType, meaning: str) -> Column:
+    return Column(name, type_, meaning, completed_at_close=True)
+
+
+RUN_ID = Column("run_id", WORD, "the run, as in the manifest")
+RANK = Column("rank", SMALL, "process of a distributed run, 0 where there is one")
+STEP = Column("step", INT, "forward of the model, from 0 over the whole trace")
+PHASE = Column("phase", WORD, "`prefill` until the call has chosen a token, then `decode`")
+
+WORK = (
+    _at_close("flops", INT, "2 × multiply-adds of products and attention, only query–key pairs let through"),
+    _at_close("flops_dense", INT, "the same as a dense implementation executes it, over all keys returned"),
+)
+TRAFFIC = (
+    _at_close("weight_bytes", INT, "bytes of the weights read: gathered rows of an embedding, experts used"),
+    _at_close("kv_read_bytes", INT, "bytes of cached keys, values and states read"),
+    _at_close("kv_write_bytes", INT, "bytes of new keys, values and states written"),
+    _at_close("kv_copy_bytes", INT, "bytes that the cache class moves besides: re-copying all at each append"),
+)
+
+STEPS = Table(
+    "steps",
+    True,
+    "one forward of the model",
+    (
+        RUN_ID,
+        RANK,
+        Column("repeat", SMALL, "which traced repeat of the same work, from 0"),
+        Column("call", SMALL, "which `generate` (or plain forward), from 0"),
+        STEP,
+        Column("parent_step", INT, "the step in which this forward ran (guidance, assistant), else null"),
+        PHASE,
+        Column("role", WORD, "`main`, `assistant` or `guidance`"),
+        Column("batch", SMALL, "sequences in this forward, beams and returned sequences included"),
+        Column("q_len", SMALL, "positions processed for each sequence"),
+        Column("kv_len_before", SMALL, "positions in the cache before, padding included"),
+        Column("kv_len_after", SMALL, "positions seen after this step, padding included"),
+        Column("tokens_processed", INT, "batch × q_len"),
+        _at_close("tokens_real", INT, "those that are not padding"),
+        _at_close("token_count", INT, "new tokens that this step gave"),
+        Column("discarded", FLAG, "the result of this forward was not used"),
+        Column("warmup", FLAG, "left out of statistics"),
+        Column("start_ns", INT, "since the start of the trace, on a monotonic clock"),
+        Column("wall_ns", INT, "from the start of this step to its end: preparation, forward, sampling"),
+        Column("forward_ns", INT, "inside the model's forward"),
+        Column("sample_ns", INT, "after the forward: logits processing, token choice, stop check, streamer"),
+        Column("prepare_ns", INT, "before the forward: preparing its inputs, the call's set-up on the first step"),
+        Column("device_ns", INT, "CUDA events around the forward; null on a CPU"),
+        *WORK,
+        _at_close("flops_counted", INT, "the known part of `flops`; equal to it when nothing is uncounted"),
+        _at_close("op_count", INT, "operators that the forward launches, views excluded"),
+        *TRAFFIC,
+        _at_close("activation_bytes", INT, "activation traffic: inputs and outputs of the stages, no KV"),
+        Column("kv_bytes", INT, "KV of all layers after the step: positions filled, recurrent states included"),
+        Column("kv_allocated_bytes", INT, "storage that the cache holds for them"),
+        Column("mem_allocated_bytes", INT, "CUDA caching allocator, at the end of the step; null on a CPU"),
+        Column("mem_reserved_bytes", INT, "CUDA caching allocator, at the end of the step; null on a CPU"),
+        Column("mem_peak_bytes", INT, "CUDA caching allocator, peak up to the end of the step; null on a CPU"),
+        Column("rss_bytes", INT, "resident memory of the process, read when the part was written"),
+    ),
+)
+
+SPANS = Table(
+    "spans",
+    True,
+    "one stage or module call",
+    (
+        RUN_ID,
+        RANK,
+        Column("step", INT, "the step it belongs to; null for tokenize and detokenize"),
+        PHASE,
+        Column("span", INT, "unique in a trace"),
+        Column("parent", INT, "the enclosing span; null at the top of a step"),
+        Column("stage", WORD, "one of " + ", ".join(f"`{stage}`" for stage in STAGES)),
+        Column("layer", SMALL, "execution order within the step, equal to the cache slot; null outside layers"),
+        Column("part", WORD, "null on a layer's own row; inside: `norm`, `attention`, `mlp`, `qkv`, …"),
+        Column("module", WORD, "qualified name; null where no module stands behind the row"),
+        Column("class_name", WORD, "class of the module"),
+        Column("call_index", SMALL, "which call of this module in the step, from 0"),
+        Column("device", WORD, "where its work runs"),
+        Column("start_ns", INT, "since the start of the trace"),
+        Column("host_ns", INT, "host time from start to end, children included"),
+        Column("device_ns", INT, "time between CUDA events at its start and end; null on a CPU"),
+        _at_close("input_shape", SHAPE, "of the first tensor given"),
+        _at_close("output_shape", SHAPE, "of the first tensor returned"),
+        _at_close("dtype", WORD, "of the output"),
+        _at_close("input_bytes", INT, "all activation tensors given"),
+        _at_close("output_bytes", INT, "all activation tensors returned"),
+        *TRAFFIC,
+        *WORK,
+        _at_close("op_count", INT, "operators that it launches, views excluded"),
+        Column("mem_allocated_bytes", INT, "CUDA caching allocator at its end; null on a CPU"),
+        Column("mem_peak_bytes", INT, "CUDA caching allocator, peak while it ran; null on a CPU"),
+        Column("starved", FLAG, "the device had run out of work when this began; null where unknown"),
+    ),
+)
+
+KV = Table(
+    "kv",
+    True,
+    "the cache of one layer after one step",
+    (
+        RUN_ID,
+        RANK,
+        STEP,
+        Column("layer", SMALL, "cache slot"),
+        Column("kind", WORD, "`full`, `sliding`, `static`, `latent`, `state`, `shared`, `quantized`, …"),
+        Column("length", SMALL, "positions held"),
+        Column("logical_bytes", INT, "of the positions filled"),
+        Column("allocated_bytes", INT, "storage held for them"),
+        Column("dtype", WORD, "of the stored tensors"),
+        Column("device", WORD, "where they lie"),
+    ),
+)
+
+TOKENS = Table(
+    "tokens",
+    True,
+    "one token of one sequence",
+    (
+        RUN_ID,
+        RANK,
+        Column("call", SMALL, "as in `steps`"),
+        Column("step", INT, "the step that processed it (prompt) or gave it (generated)"),
+        Column("sequence", SMALL, "row of the returned batch"),
+        Column("position", SMALL, "index in the returned sequence, padding included"),
+        Column("token_id", SMALL, "in the tokenizer's vocabulary"),
+        Column("text", TEXT, "as the tokenizer decodes it alone; null without a tokenizer"),
+        Column("source", WORD, "`prompt` or `generated`"),
+        Column("is_special", FLAG, "begin, end, padding and the like"),
+        Column("kept", FLAG, "part of the text: the end token is, padding is not"),
+        Column("arrival_ns", INT, "end of the step that gave it; null for the prompt"),
+        Column("logprob", FLOAT, "natural log-probability by the model alone; null unless asked for"),
+        Column("entropy", FLOAT, "of the model's distribution at this position, in nats; null unless asked for"),
+        Column("top_ids", pa.list_(pa.int32()), "likeliest tokens, best first; null unless asked for"),
+        Column("top_logprobs", pa.list_(pa.float32()), "their log-probabilities"),
+    ),
+)
+
+MODULES = Table(
+    "modules",
+    False,
+    "one module that holds parameters of its own",
+    (
+        Column("module", TEXT, "qualified name"),
+        Column("class_name", WORD, "its class"),
+        Column("stage", WORD, "as in `spans`"),
+        Column("layer", SMALL, "index in the layer list; null outside"),
+        Column("part", WORD, "as in `spans`"),
+        Column("parameters", INT, "its own, logical count (packed weights unpacked)"),
+        Column("weight_bytes", INT, "resident"),
+        Column("dtype", WORD, "of its parameters"),
+        Column("device", WORD, "where they lie"),
+        Column("tied_to", TEXT, "the module that is counted for a shared parameter; null on that one"),
+        Column("offloaded", FLAG, "kept elsewhere and brought in for each call"),
+    ),
+)
+
+PRODUCTS = Table(
+    "products",
+    False,
+    "one matrix product of one distinct step signature",
+    (
+        Column("signature", SMALL, "which distinct shape of step"),
+        Column("steps", pa.list_(INT), "the steps of that shape that were counted directly"),
+        Column("module", TEXT, "that was running"),
+        Column("call_index", SMALL, "which call of it"),
+        Column("order", SMALL, "in the module"),
+        Column("m", INT, "rows of the left operand"),
+        Column("n", INT, "columns of the right operand"),
+        Column("k", INT, "the dimension summed over"),
+        Column("batch", INT, "independent products"),
+        Column("flops", INT, "2 · batch · m · n · k"),
+        Column("operand_bytes", INT, "of both operands and the result"),
+    ),
+)
+
+TABLES = {table.name: table for table in (STEPS, SPANS, KV, TOKENS, MODULES, PRODUCTS)}
+
+STATUSES = ("running", "complete", "interrupted", "failed", "oom")
+
+MANIFEST_KEYS = {
+    "format_version": "of this layout; a reader refuses newer ones by name",
+    "run_id": "time and a random part; also in every row",
+    "status": "one of " + ", ".join(f"`{status}`" for status in STATUSES),
+    "error": "what ended a run that failed: type and message; null otherwise",
+    "command": "as it was typed; null from Python",
+    "created": "wall-clock time of the trace's start, ISO 8601 with offset",
+    "wall_clock_ns": "wall clock at `start_ns` = 0, to line up ranks and logs",
+    "model": "id, revision, architecture, config, dtype, attention and experts implementation, "
+    "parameters, weight bytes, layers, how the stages were found",
+    "device": "type, name, threads or driver, memory",
+    "versions": "lifetrace, python, torch, transformers, pyarrow, platform",
+    "settings": "detail level, every, steps, repeats, warm-up",
+    "generation": "settings given to `generate`",
+    "prompt": "the prompts as text; null where only token ids were seen",
+    "output": "the generated text of the last repeat, one a sequence; null without a tokenizer",
+    "calls": "for each call: kind, repeat, request start, prompt tokens, new tokens, stop reason, "
+    "start, end, first and last token in ns",
+    "ceilings": "of the device, each with its source; null where unknown",
+    "overhead": "untraced and traced seconds of each repeat, ratio with its spread, tokens identical",
+    "uncounted": "modules whose work has no formula",
+    "notes": "what the reader should know: what could not be seen, faults inside lifetrace",
+    "predictions": "of `plan`; null where none were made",
+    "post_mortem": "of a run that ended for want of memory; null otherwise",
+}
+
+
+def _markdown() -> str:
+    lines = ["# The trace format", "", f"Version {FORMAT_VERSION}. Printed from `analysis/schema.py`.", ""]
+    lines += ["A missing measurement is null. Times are nanoseconds on one monotonic clock. Columns marked", ""]
+    lines[-1:] = ["† are null while the run goes and are completed when it ends.", ""]
+    for table in TABLES.values():
+        where = f"{table.name}/part-….parquet" if table.in_parts else f"{table.name}.parquet"
+        lines += [f"## {table.name}", "", f"`{where}`: {table.row}.", "", "| column | type | meaning |", "|---|---|---|"]
+        for column in table.columns:
+            mark = " †" if column.completed_at_close else ""
+            lines.append(f"| `{column.name}`{mark} | {_type_word(column.type)} | {column.meaning} |")
+        lines.append("")
+    lines += ["## run.json", "", "| key | meaning |", "|---|---|"]
+    lines += [f"| `{key}` | {meaning} |" for key, meaning in MANIFEST_KEYS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _type_word(type_: pa.DataType) -> str:
+    if pa.types.is_dictionary(type_):
+        return str(type_.value_type)
+    return f"list of {type_.value_type}" if pa.types.is_list(type_) else str(type_)
+
+
+if __name__ == "__main__":
+    print(_markdown(), end="")

@@ -1,0 +1,139 @@
+"""Reads a KV cache object after a step: any class, from its tensors' metadata, without waiting.
+
+Nothing here touches the contents of a tensor, so nothing synchronises with a device. What a
+static cache counts on the device is followed on the host instead (`positions_seen`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# The names under which a forward takes its cache, newest first.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "cache_params", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The cache of one layer: positions held, bytes of those filled, bytes of storage.
+
+    `capacity` is the number of slots of a preallocated layer, None where it grows.
+    """
+
+    kind: str
+    length: int
+    logical_bytes: int
+    allocated_bytes: int
+    dtype: str | None
+    device: str | None
+    capacity: int | None = None
+
+
+def find_cache(arguments: dict[str, Any]) -> Any:
+    """Return the cache among a forward's keyword arguments, or None."""
+    for name in CACHE_ARGUMENTS:
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return None
+
+
+def read(cache: Any, positions_seen: int | None = None) -> tuple[LayerKV, ...]:
+    """Read each layer of a cache, in the order of its slots.
+
+    Args:
+        cache: a transformers cache, a tuple of (key, value) pairs, or None.
+        positions_seen: how many positions went in; what a static layer has filled.
+    """
+    if cache is None:
+        return ()
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        layers = cache if isinstance(cache, tuple | list) else [cache]
+    return tuple(_read_layer(layer, positions_seen) for layer in layers)
+
+
+def positions(cache: Any) -> int | None:
+    """Return how many positions the cache has seen, or None where only the device knows.
+
+    A cache of recurrent states alone holds no positions: 0.
+    """
+    if cache is None:
+        return 0
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return max((kv.length for kv in read(cache)), default=0)
+    seen = 0
+    for layer in layers:
+        count = getattr(layer, "cumulative_length", None)
+        if isinstance(count, int):
+            seen = max(seen, count)
+        elif isinstance(count, torch.Tensor):
+            if count.device.type != "cpu":
+                return None
+            return int(count)
+        elif isinstance(keys := getattr(layer, "keys", None), torch.Tensor) and keys.dim() > 1:
+            return max(seen, keys.shape[-2])
+    return seen
+
+
+def _read_layer(layer: Any, positions_seen: int | None) -> LayerKV:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if type(layer).__name__ == "DynamicLayer" and keys is not None:
+        return _read_growing(keys, values)
+    tensors = list(_tensors(layer))
+    if not tensors:
+        return LayerKV("shared" if getattr(layer, "is_initialized", True) else "empty", 0, 0, 0, None, None)
+    allocated = _storage_bytes(tensors)
+    held = keys.shape[-2] if isinstance(keys, torch.Tensor) and keys.dim() > 2 else 0
+    capacity = getattr(layer, "max_cache_len", None)
+    kind, length, logical = _kind(layer), held, sum(tensor.nbytes for tensor in tensors)
+    if isinstance(capacity, int) and held:
+        length = held if positions_seen is None else min(positions_seen, held)
+        logical = logical // held * length
+    elif kind == "quantized":
+        length = getattr(layer, "cumulative_length", held)
+    first = keys if isinstance(keys, torch.Tensor) and keys.numel() else tensors[0]
+    return LayerKV(
+        kind, length, logical, allocated, _dtype(first), str(first.device), capacity if held else None
+    )
+
+
+def _read_growing(keys: torch.Tensor, values: torch.Tensor | None) -> LayerKV:
+    """The common case, kept short: it runs for every layer after every step."""
+    logical = keys.nbytes + (values.nbytes if values is not None else 0)
+    allocated = keys.untyped_storage().nbytes() + (values.untyped_storage().nbytes() if values is not None else 0)
+    length = keys.shape[-2] if keys.dim() > 1 else 0
+    return LayerKV("full", length, logical, allocated, _dtype(keys), str(keys.device))
+
+
+def _kind(layer: Any) -> str:
+    if hasattr(layer, "_quantized_keys"):
+        return "quantized"
+    if getattr(layer, "recurrent_states", None) is not None or getattr(layer, "conv_states", None) is not None:
+        return "state" if getattr(layer, "keys", None) is None else "hybrid"
+    if getattr(layer, "is_sliding", False):
+        return "sliding"
+    return "static" if isinstance(getattr(layer, "max_cache_len", None), int) else "full"
+
+
+def _tensors(layer: Any) -> Iterable[torch.Tensor]:
+    """Yield the tensors of a cache layer that hold states, however it stores them; counters are not states."""
+    values = layer if isinstance(layer, tuple | list | dict) else getattr(layer, "__dict__", {})
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            if value.dim() > 1:
+                yield value
+        elif isinstance(value, tuple | list | dict):
+            yield from _tensors(value)
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,338 @@
+"""Cuts what the hooks mark into steps and calls; knows the loop, not what a step means.
+
+A step is one forward of the model with what the generation loop does before and after it. It
+opens when the loop prepares inputs (or a forward begins outside the loop) and closes when the
+next one opens, or the call returns. A forward inside another step (guidance, the model as its
+own assistant) is a step of its own: the outer one is set aside until it ends.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from . import kvcache
+from .clocks import Marks, Pending, Tape
+
+# Slots 0 to 5 belong to the loop; modules follow. A code is twice its slot, plus one at the end.
+STEP, FORWARD, LOGITS, STOP, STREAM, NESTED = range(6)
+FIRST_MODULE_SLOT = 6
+
+
+def begins(slot: int) -> int:
+    """The code that marks the beginning of a slot."""
+    return 2 * slot
+
+
+def ends(slot: int) -> int:
+    """The code that marks the end of a slot."""
+    return 2 * slot + 1
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that decides what a forward computes, apart from the weights and the token values.
+
+    `kv` is the cache before the step; `head_positions` how many positions the head computed.
+    """
+
+    batch: int
+    q_len: int
+    kv: tuple[kvcache.LayerKV, ...]
+    cache_class: str | None
+    kv_len_before: int | None
+    head_positions: int | None
+    masked: bool
+    embeds: bool
+    use_cache: bool
+
+
+@dataclass
+class Call:
+    """One generate, or one plain forward outside of it."""
+
+    index: int
+    kind: str
+    repeat: int
+    start_ns: int
+    request_start_ns: int | None = None
+    parent_step: int | None = None
+    end_ns: int | None = None
+    prompt_ids: torch.Tensor | None = None
+    prompt_mask: torch.Tensor | None = None
+    prompt_length: int = 0
+    output_ids: torch.Tensor | None = None
+    eos: Any = None
+    max_length: int | None = None
+    criteria: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    has_chosen: bool = False
+    step_count: int = 0
+
+
+@dataclass
+class Step:
+    """One step as it was seen. `pending` holds its marks once the step is closed."""
+
+    index: int
+    call: Call
+    role: str
+    parent: int | None
+    prefill: bool = True
+    detailed: bool = True
+    signature: Signature | None = None
+    kv_after: tuple[kvcache.LayerKV, ...] = ()
+    kv_len_after: int | None = None
+    length_after: int | None = None
+    forwarded: bool = False
+    choosing: bool = False
+    chose: bool = False
+    failed: bool = False
+    memory: tuple[int | None, int | None, int | None] = (None, None, None)
+    pending: Pending | None = None
+
+    def marks(self) -> Marks:
+        """The marks of the closed step; waits for the device if it must."""
+        assert self.pending is not None
+        marks = self.pending.read(wait=True)
+        assert marks is not None
+        return marks
+
+
+class _Thread(threading.local):
+    """What one thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.step: Step | None = None
+
+
+class Recorder:
+    """Receives marks and loop events, and hands finished steps on in batches.
+
+    Args:
+        tape: where hooks leave their marks.
+        on_steps: called with finished steps, in the thread that generates, between two steps.
+        read_memory: returns (allocated, reserved, peak) bytes, or None each.
+        wants: whether the modules of a call's Nth step are marked; `on_toggle` is told of changes.
+        flush_steps: hand on when so many steps are finished,
+        flush_seconds: or when so much time has passed since the last time.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        on_steps: Callable[[list[Step]], None],
+        read_memory: Callable[[], tuple[int | None, int | None, int | None]],
+        wants: Callable[[int], bool] = lambda step_in_call: True,
+        flush_steps: int = 64,
+        flush_seconds: float = 2.0,
+    ) -> None:
+        self.tape = tape
+        self.on_steps = on_steps
+        self.read_memory = read_memory
+        self.wants = wants
+        self.on_toggle: Callable[[bool], None] = lambda detailed: None
+        self.flush_steps = flush_steps
+        self.flush_seconds = flush_seconds
+        self.calls: list[Call] = []
+        self.repeat = 0
+        self._thread = _Thread()
+        self._lock = threading.Lock()
+        self._step_numbers = itertools.count()
+        self._finished: list[Step] = []
+        self._last_flush = time.monotonic()
+
+    # -- calls ---------------------------------------------------------------------------
+
+    def begin_call(self, kind: str, role: str = "main") -> tuple[Call, tuple[Call | None, Step | None, Any]]:
+        """Open a call; returns it with what the thread was in the middle of, for `end_call`."""
+        outer = self._set_aside()
+        with self._lock:
+            parent = outer[1].index if outer[1] is not None else None
+            call = Call(len(self.calls), kind, self.repeat, perf_counter_ns(), parent)
+            self.calls.append(call)
+        self._thread.call = call
+        if kind == "generate":
+            self._open_step(role)
+        return call, outer
+
+    def end_call(self, outer: tuple[Call | None, Step | None, Any], failed: bool = False) -> None:
+        """Close the call and its last step, and take up again what was set aside."""
+        call, step = self._thread.call, self._thread.step
+        assert call is not None
+        if step is not None:
+            step.failed = failed or not step.forwarded
+            self._close_step()
+        call.end_ns = perf_counter_ns()
+        self._take_up(outer)
+
+    def current_call(self) -> Call | None:
+        """The call that this thread is in."""
+        return self._thread.call
+
+    def _set_aside(self) -> tuple[Call | None, Step | None, Any]:
+        thread = self._thread
+        outer = (thread.call, thread.step, None)
+        if thread.step is not None:
+            self.tape.mark(begins(NESTED))
+            outer = (thread.call, thread.step, self.tape.suspend())
+        thread.call = thread.step = None
+        return outer
+
+    def _take_up(self, outer: tuple[Call | None, Step | None, Any]) -> None:
+        thread = self._thread
+        thread.call, thread.step, suspended = outer
+        if thread.step is not None:
+            self.tape.resume(suspended)
+            self.tape.mark(ends(NESTED))
+
+    # -- steps ---------------------------------------------------------------------------
+
+    def preparing(self) -> None:
+        """The loop prepares the inputs of a forward: the next step begins here."""
+        step = self._thread.step
+        if step is not None and step.forwarded and not step.choosing:
+            role = step.role
+            self._close_step()
+            self._open_step(role)
+
+    def forward_begins(self, arguments: dict[str, Any]) -> tuple[Call | None, Step | None, Any] | None:
+        """The model's forward begins; returns what `forward_ends` needs."""
+        thread = self._thread
+        outer = None
+        if thread.step is not None and thread.step.forwarded:
+            if thread.step.choosing:
+                call = thread.call
+                outer = self._set_aside()
+                thread.call = call
+                self._open_step("guidance", parent=outer[1])
+            else:
+                self.preparing()
+        elif thread.step is None:
+            if thread.call is None:
+                outer = self.begin_call("forward")[1]
+            self._open_step("main")
+        step = thread.step
+        assert step is not None
+        step.signature = _signature(arguments)
+        if step.call.kind == "forward":
+            step.prefill = step.signature.kv_len_before == 0 or step.signature.q_len > 1
+        self.tape.mark(begins(FORWARD))
+        return outer
+
+    def forward_ends(self, arguments: dict[str, Any], output: Any, outer: Any) -> None:
+        """The model's forward returned: note the cache, and close a step that stands alone."""
+        self.tape.mark(ends(FORWARD))
+        thread = self._thread
+        step = thread.step
+        assert step is not None and step.signature is not None
+        if output is None:
+            step.failed = True
+        else:
+            self._note_cache(step, arguments, output)
+        step.forwarded = True
+        step.memory = self.read_memory()
+        if step.call.kind == "forward":
+            self.end_call(outer)
+        elif outer is not None:
+            self._close_step()
+            self._take_up(outer)
+
+    def _note_cache(self, step: Step, arguments: dict[str, Any], output: Any) -> None:
+        signature = step.signature
+        assert signature is not None
+        cache = kvcache.find_cache(output) if isinstance(output, dict) else None
+        cache = cache if cache is not None else kvcache.find_cache(arguments)
+        seen = kvcache.positions(cache)
+        if seen is None and signature.kv_len_before is not None:
+            seen = signature.kv_len_before + signature.q_len
+        step.kv_after = kvcache.read(cache, seen)
+        step.kv_len_after = seen if cache is not None else signature.q_len
+
+    def choosing_begins(self) -> None:
+        """The logits processors begin."""
+        self.tape.mark(begins(LOGITS))
+        if self._thread.step is not None:
+            self._thread.step.choosing = True
+
+    def choosing_ends(self) -> None:
+        """The logits processors have ended; a token is chosen next."""
+        self.tape.mark(ends(LOGITS))
+        step = self._thread.step
+        if step is not None:
+            step.choosing = False
+            step.chose = True
+            step.call.has_chosen = True
+
+    def checking(self, length: int) -> None:
+        """The stopping criteria begin, with sequences of this many tokens."""
+        self.tape.mark(begins(STOP))
+        if self._thread.step is not None:
+            self._thread.step.length_after = length
+
+    def _open_step(self, role: str, parent: Step | None = None) -> None:
+        call = self._thread.call
+        assert call is not None
+        parent_index = parent.index if parent is not None else call.parent_step
+        step = Step(next(self._step_numbers), call, role, parent_index, prefill=not call.has_chosen)
+        if parent is not None:
+            step.prefill = parent.prefill
+        step.detailed = self.wants(call.step_count)
+        call.step_count += 1
+        self.on_toggle(step.detailed)
+        self._thread.step = step
+        self.tape.mark(begins(STEP))
+
+    def _close_step(self) -> None:
+        self.tape.mark(ends(STEP))
+        step = self._thread.step
+        assert step is not None
+        step.pending = self.tape.cut()
+        self._thread.step = None
+        with self._lock:
+            self._finished.append(step)
+            full = len(self._finished) >= self.flush_steps
+            due = full or time.monotonic() - self._last_flush >= self.flush_seconds
+        if due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on all finished steps."""
+        with self._lock:
+            steps, self._finished = self._finished, []
+            self._last_flush = time.monotonic()
+            if steps:
+                self.on_steps(steps)
+
+
+def _signature(arguments: dict[str, Any]) -> Signature:
+    """Read the signature from a forward's arguments, by metadata alone."""
+    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    given = ids if ids is not None else embeds
+    batch, q_len = (given.shape[0], given.shape[1]) if given is not None and given.dim() > 1 else (1, 0)
+    cache = kvcache.find_cache(arguments)
+    before = kvcache.positions(cache)
+    keep = arguments.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor):
+        head_positions: int | None = keep.numel()
+    else:
+        head_positions = min(int(keep), q_len) if keep else q_len
+    mask = arguments.get("attention_mask")
+    return Signature(
+        batch=batch,
+        q_len=q_len,
+        kv=kvcache.read(cache, before),
+        cache_class=type(cache).__name__ if cache is not None else None,
+        kv_len_before=before,
+        head_positions=head_positions,
+        masked=isinstance(mask, torch.Tensor),
+        embeds=ids is None and embeds is not None,
+        use_cache=bool(arguments.get("use_cache", True)),
+    )

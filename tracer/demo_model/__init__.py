@@ -1,0 +1,1 @@
+"""The embedded model: its weights and tokenizer lie in this folder, made by `train.py`."""

@@ -1,0 +1,382 @@
+"""One trace from attach to manifest: joins the hooks to the writer. `lifetrace.trace` is its front door."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+import torch
+
+from lifetrace.analysis import schema
+from lifetrace.analysis.trace import Trace, read_trace
+from lifetrace.errors import LifetraceError, ModelError, UsageError
+from lifetrace.hooks import generation, inventory, memory, stages
+from lifetrace.hooks.attach import DETAILS, Attachment, Slot, device_of, slots_for
+from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
+from lifetrace.hooks.recorder import FIRST_MODULE_SLOT, Call, Recorder, Step
+
+from . import environment
+from .steps import StepReader, table_of
+from .tokens import StepTokens, TokenReader
+from .writer import TraceWriter, prepare_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is recorded: how deep, and for which steps of each call spans and KV are written.
+
+    `every` keeps each Nth step; `first_step` and `last_step` (exclusive) bound them.
+    """
+
+    detail: str = "block"
+    every: int = 1
+    first_step: int = 0
+    last_step: int | None = None
+    flush_steps: int = 64
+    flush_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.detail not in DETAILS:
+            raise UsageError(f"There is no detail level {self.detail!r}; choose one of {', '.join(DETAILS)}.")
+        if self.every < 1:
+            raise UsageError(f"every={self.every} keeps no step; give 1 or more.")
+
+    def wants(self, step_in_call: int) -> bool:
+        """Whether the spans of this step of a call are recorded."""
+        inside = self.first_step <= step_in_call and (self.last_step is None or step_in_call < self.last_step)
+        return inside and (step_in_call - self.first_step) % self.every == 0
+
+
+class Session:
+    """A trace being recorded on one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        path: Path,
+        options: Options,
+        tokenizer: Any = None,
+        facts: dict[str, Any] | None = None,
+        force: bool = False,
+    ) -> None:
+        self.model = generating_model(model)
+        self.path = path
+        self.options = options
+        self.tokenizer = tokenizer
+        self.facts = facts or {}
+        self.lifecycle = stages.find(self.model)
+        self.slots = slots_for(self.model, self.lifecycle, options.detail)
+        self.device = torch.device(device_of(self.model) or "cpu")
+        prepare_folder(path, force)
+        self.writer = TraceWriter(path)
+        self.run_id = f"{datetime.now():%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        self.faults: list[LifetraceError] = []
+        self.recorder = Recorder(
+            tape=_tape(self.device, self.slots),
+            on_steps=self._keep,
+            read_memory=memory.allocator_reader(self.device),
+            wants=options.wants,
+            flush_steps=options.flush_steps,
+            flush_seconds=options.flush_seconds,
+        )
+        self.attachment = Attachment(self.model, self.slots, self.recorder)
+        self.recorder.on_toggle = self.attachment.toggle
+        self.tokens = TokenReader(tokenizer, self.run_id)
+        self.origin_ns = 0
+        self.manifest: dict[str, Any] = {}
+
+    # -- life ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Write the first manifest and put on the hooks."""
+        wall_clock_ns = time.time_ns()
+        self.origin_ns = perf_counter_ns()
+        self.reader = StepReader(self.slots, self.run_id, 0, self.origin_ns)
+        self.manifest = self._first_manifest(wall_clock_ns)
+        self.writer.manifest(self.manifest)
+        generation.watch(self.model, self.recorder)
+        self.attachment.attach()
+
+    def stop(self) -> None:
+        """Take off the hooks; the model is as it was before."""
+        self.attachment.detach()
+        generation.unwatch(self.model)
+
+    def finish(self, status: str, error: BaseException | None = None) -> None:
+        """Write what is left, complete the tables and the manifest."""
+        self.stop()
+        self.recorder.flush()
+        self._guarded(self._complete)
+        self.manifest |= {
+            "status": status,
+            "error": f"{type(error).__name__}: {error}" if error is not None else None,
+            "calls": [self._call_facts(call) for call in self.recorder.calls],
+            "notes": [*self.lifecycle.notes, *(str(fault) for fault in self.faults)],
+            **self.facts,
+        }
+        self._guarded(lambda: self.writer.manifest(self.manifest))
+
+    def span(self, stage: str, start_ns: int, end_ns: int) -> None:
+        """Record a stage outside the model, tokenize or detokenize, by its monotonic times."""
+        row = {
+            "run_id": self.run_id,
+            "rank": 0,
+            "span": self.reader.next_span,
+            "stage": stage,
+            "device": "cpu",
+            "start_ns": start_ns - self.origin_ns,
+            "host_ns": end_ns - start_ns,
+        }
+        self.reader.next_span += 1
+        self._guarded(lambda: self.writer.part("spans", table_of(schema.SPANS, [row])))
+
+    # -- rows ----------------------------------------------------------------------------
+
+    def _keep(self, steps: list[Step]) -> None:
+        """Write finished steps; runs in the generating thread, so a fault is kept for the end."""
+        self._guarded(lambda: self._write(steps))
+
+    def _write(self, steps: list[Step]) -> None:
+        rows = self.reader.read(steps, [step.detailed for step in steps], memory.rss_bytes())
+        self.tokens.note(steps, rows.steps)
+        self.writer.part("steps", rows.steps)
+        self.writer.part("spans", rows.spans)
+        self.writer.part("kv", rows.kv)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do work of our own; once it failed, the disk is left alone and the user's program goes on."""
+        if self.faults:
+            return
+        try:
+            work()
+        except LifetraceError as fault:
+            self.faults.append(fault)
+
+    def _complete(self) -> None:
+        counts: dict[int, StepTokens] = {}
+        for call in self.recorder.calls:
+            rows, by_step = self.tokens.rows(call)
+            self.writer.part("tokens", table_of(schema.TOKENS, rows))
+            counts |= by_step
+        self.writer.complete("steps", lambda rows: _with_token_counts(rows, counts))
+        self.writer.table("modules", self._modules())
+
+    def _modules(self) -> pa.Table:
+        rows = [
+            dataclasses.asdict(row) | {"stage": row.place.stage, "layer": row.place.layer, "part": row.place.part}
+            for row in inventory.inventory(self.model, self.lifecycle)
+        ]
+        return table_of(schema.MODULES, rows)
+
+    # -- manifest ------------------------------------------------------------------------
+
+    def _first_manifest(self, wall_clock_ns: int) -> dict[str, Any]:
+        empty = dict.fromkeys(schema.MANIFEST_KEYS)
+        return empty | {
+            "format_version": schema.FORMAT_VERSION,
+            "run_id": self.run_id,
+            "status": "running",
+            "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "wall_clock_ns": wall_clock_ns,
+            "model": self._model_facts(),
+            "device": environment.device_facts(self.device),
+            "versions": environment.versions(),
+            "settings": dataclasses.asdict(self.options),
+            "calls": [],
+            "notes": list(self.lifecycle.notes),
+            **self.facts,
+        }
+
+    def _model_facts(self) -> dict[str, Any]:
+        config = self.model.config
+        rows = inventory.inventory(self.model, self.lifecycle)
+        return {
+            "id": getattr(config, "name_or_path", None) or type(self.model).__name__,
+            "architecture": type(self.model).__name__,
+            "model_type": getattr(config, "model_type", None),
+            "config": jsonable(config.to_diff_dict()),
+            "dtype": str(getattr(self.model, "dtype", None)).removeprefix("torch."),
+            "attention": getattr(config, "_attn_implementation", None),
+            "experts": getattr(config, "_experts_implementation", None),
+            "parameters": inventory.parameter_count(rows),
+            "weight_bytes": sum(row.weight_bytes for row in rows if row.tied_to is None),
+            "layers": len(self.lifecycle.layers),
+            "embed": self.lifecycle.embed,
+            "head": self.lifecycle.head,
+        } | self.facts.pop("model", {})
+
+    def _call_facts(self, call: Call) -> dict[str, Any]:
+        def since_origin(time_ns: int | None) -> int | None:
+            return time_ns - self.origin_ns if time_ns is not None else None
+
+        return {
+            "call": call.index,
+            "kind": call.kind,
+            "repeat": call.repeat,
+            "parent_step": call.parent_step,
+            "request_start_ns": since_origin(call.request_start_ns or call.start_ns),
+            "start_ns": since_origin(call.start_ns),
+            "end_ns": since_origin(call.end_ns),
+            "error": call.error,
+            **self.tokens.call_facts(call),
+        }
+
+
+def _with_token_counts(rows: pa.Table, counts: dict[int, StepTokens]) -> pa.Table:
+    """Fill in how many tokens each step gave and how many of those it processed were real."""
+    steps = rows["step"].to_pylist()
+    for name in ("token_count", "tokens_real"):
+        values = [getattr(counts[step], name) if step in counts else None for step in steps]
+        rows = rows.set_column(rows.schema.get_field_index(name), name, pa.array(values, type=pa.int64()))
+    return rows
+
+
+def _tape(device: torch.device, slots: list[Slot]) -> Tape:
+    """A host tape, or on CUDA one that also records events, each on the device of its slot."""
+    if device.type != "cuda":
+        return HostTape()
+    of_slot = [slot.device for slot in slots]
+    modules = [name for name in of_slot[FIRST_MODULE_SLOT:] if name and name.startswith("cuda")]
+    first, last = (modules[0], modules[-1]) if modules else (None, None)
+    # A step begins before any device work of its own; the forward begins where the embedding lies,
+    # and choosing a token runs where the head left its logits.
+    begin = [None, first, last, last, last, None]
+    end = [last, last, last, last, last, None]
+    for name in of_slot[FIRST_MODULE_SLOT:]:
+        on_cuda = name if name and name.startswith("cuda") else None
+        begin.append(on_cuda)
+        end.append(on_cuda)
+    return CudaTape([name for pair in zip(begin, end, strict=True) for name in pair], TorchCuda())
+
+
+def generating_model(model: Any) -> Any:
+    """Return the model whose `generate` runs: the model itself, or the one inside a wrapper (peft).
+
+    Raises:
+        ModelError: when there is none.
+    """
+    from transformers import GenerationMixin
+
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"lifetrace traces a transformers model; what it was given is a {type(model).__name__}.")
+    for module in model.modules():
+        if isinstance(module, GenerationMixin):
+            return module
+    raise ModelError(
+        f"{type(model).__name__} has no generate(); lifetrace traces causal language models, "
+        "as AutoModelForCausalLM loads them."
+    )
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value that JSON can hold: what it cannot becomes its text."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not -float("inf") < value < float("inf"):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def default_folder(model: Any) -> Path:
+    """`traces/<time>-<model>`, with only letters, digits, dots and dashes of the model's name."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+    return Path("traces") / folder_name(name)
+
+
+def folder_name(model_id: str) -> str:
+    """The last part of a model's id or path as a folder name, after the present time."""
+    last = model_id.rstrip("/").rsplit("/", 1)[-1]
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "-" for c in last).strip(".-") or "model"
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{safe[:60]}"
+
+
+class trace:  # noqa: N801 - a context manager that reads as a verb, like `open`
+    """Trace every generate of a model inside a `with` block.
+
+    Example::
+
+        with lifetrace.trace(model, tokenizer=tokenizer) as trace:
+            model.generate(**inputs, max_new_tokens=32)
+        trace.steps  # a pandas DataFrame
+
+    Args:
+        model: a causal language model of transformers, or a wrapper around one.
+        out: the folder to write; by default `traces/<time>-<model>`.
+        tokenizer: gives the tokens their text; without one `tokens.text` is null.
+        detail: `layer`, `block` or `module`.
+        every: record spans and KV of each Nth step of a call.
+        steps: (first, last) of the steps of a call whose spans are recorded, last excluded.
+        force: replace an older trace in `out`.
+
+    Raises:
+        ModelError: the model is not one that lifetrace traces, or is being traced already.
+        TraceError: the folder cannot be written or is not empty.
+        UsageError: a setting that cannot be.
+
+    The block's own exception goes on unchanged; the trace then has status `failed`,
+    `interrupted` or `oom`. After the block the object has `steps`, `spans`, `kv`, `tokens`,
+    `modules`, `products`, `meta` and `path`, as `lifetrace.read_trace` gives them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        out: str | Path | None = None,
+        tokenizer: Any = None,
+        *,
+        detail: str = "block",
+        every: int = 1,
+        steps: tuple[int, int | None] = (0, None),
+        force: bool = False,
+    ) -> None:
+        path = Path(out) if out is not None else default_folder(model)
+        options = Options(detail, every, steps[0], steps[1])
+        self._session = Session(model, path, options, tokenizer, force=force)
+        self._trace: Trace | None = None
+
+    @property
+    def path(self) -> Path:
+        """The folder of the trace."""
+        return self._session.path
+
+    def __enter__(self) -> Self:
+        self._session.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._session.finish(status_of(error), error)
+        for fault in self._session.faults:
+            import warnings
+
+            warnings.warn(f"lifetrace: {fault}", stacklevel=2)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self._trace is None:
+            self._trace = read_trace(self._session.path)
+        return getattr(self._trace, name)
+
+
+def status_of(error: BaseException | None) -> str:
+    """The status of a trace whose block ended with this exception, or with none."""
+    if error is None:
+        return "complete"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if out_of_memory or "can't allocate memory" in str(error):
+        return "oom"
+    return "failed"
+
+

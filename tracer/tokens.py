@@ -1,0 +1,198 @@
+"""From the ids that a call took and gave to token rows, counts by step, and why it stopped."""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from lifetrace.hooks.recorder import Call, Step
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """New tokens that a step gave, and how many of those it processed are not padding."""
+
+    token_count: int | None
+    tokens_real: int | None
+
+
+@dataclass
+class StepFacts:
+    """What token rows need to know of a step."""
+
+    step: int
+    end_ns: int
+    phase: str
+    batch: int | None
+    q_len: int | None
+    kv_len_before: int | None
+    kv_len_after: int | None
+    length_after: int | None
+
+
+@dataclass
+class CallTokens:
+    """The tokens of one call on the host: ids by sequence, where the prompt ends, what is real."""
+
+    ids: list[list[int]]
+    prompt_length: int
+    mask: list[list[int]] | None
+    eos: frozenset[int]
+    ends: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ends = [self._end(row) for row in self.ids]
+
+    def _end(self, row: list[int]) -> int:
+        """Where a sequence's text ends: behind its first end token, else at the end of the row."""
+        new = itertools.islice(enumerate(row), self.prompt_length, None)
+        return next((position + 1 for position, token in new if token in self.eos), len(row))
+
+    def kept(self, sequence: int, position: int) -> bool:
+        """Whether a token is part of the text."""
+        if position >= self.prompt_length:
+            return position < self.ends[sequence]
+        if self.mask is None:
+            return True
+        return bool(self.mask[sequence * len(self.mask) // len(self.ids)][position])
+
+
+class TokenReader:
+    """Collects steps by call while the run goes, and gives token rows once a call has ended."""
+
+    def __init__(self, tokenizer: Any, run_id: str) -> None:
+        self.tokenizer = tokenizer
+        self.run_id = run_id
+        self._steps: dict[int, list[StepFacts]] = {}
+        self._texts: dict[int, str] = {}
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()) or ())
+        self._read: dict[int, CallTokens | None] = {}
+
+    def note(self, steps: list[Step], rows: pa.Table) -> None:
+        """Remember of each main step when it ended and how long the sequences were then."""
+        columns = ("step", "start_ns", "wall_ns", "phase", "batch", "q_len", "kv_len_before", "kv_len_after")
+        by_index = {row["step"]: row for row in rows.select(columns).to_pylist()}
+        for step in steps:
+            if step.role == "main":
+                row = by_index[step.index]
+                end_ns = row.pop("start_ns") + row.pop("wall_ns")
+                facts = StepFacts(end_ns=end_ns, length_after=step.length_after, **row)
+                self._steps.setdefault(step.call.index, []).append(facts)
+
+    def rows(self, call: Call) -> tuple[list[dict[str, Any]], dict[int, StepTokens]]:
+        """Return the token rows of a call and the counts of its steps."""
+        steps = sorted(self._steps.get(call.index, []), key=lambda facts: facts.step)
+        tokens = self._tokens(call)
+        if tokens is None:
+            return [], {s.step: StepTokens(None, _processed(s)) for s in steps}
+        rows = [
+            self._row(call, tokens, sequence, position, _step_at(steps, position, tokens.prompt_length))
+            for sequence, row in enumerate(tokens.ids)
+            for position in range(len(row))
+        ]
+        given = Counter(row["step"] for row in rows if row["source"] == "generated" and row["kept"])
+        return rows, {s.step: StepTokens(given[s.step], _real(s, tokens)) for s in steps}
+
+    def call_facts(self, call: Call) -> dict[str, Any]:
+        """Prompt tokens, new tokens, stop reason, first and last arrival, for the manifest."""
+        tokens = self._tokens(call)
+        steps = [s for s in self._steps.get(call.index, []) if s.length_after is not None]
+        if tokens is None:
+            return dict.fromkeys(
+                ("sequences", "prompt_tokens", "new_tokens", "stop_reason", "stop_reasons", "first_token_ns", "last_token_ns")
+            )
+        reasons = [self._reason(call, tokens, sequence) for sequence in range(len(tokens.ids))]
+        new = [end - tokens.prompt_length for end in tokens.ends]
+        longest = tokens.prompt_length + max(new, default=0)
+        last = _step_at(steps, longest - 1, tokens.prompt_length) if longest > tokens.prompt_length else None
+        mask = tokens.mask
+        return {
+            "sequences": len(tokens.ids),
+            "prompt_tokens": [sum(row) for row in mask] if mask is not None else [call.prompt_length] * len(tokens.ids),
+            "new_tokens": new,
+            "stop_reason": next((r for r in ("error", "length", "criterion") if any(x.startswith(r) for x in reasons)), None)
+            or (reasons[0] if reasons else None),
+            "stop_reasons": reasons,
+            "first_token_ns": steps[0].end_ns if steps else None,
+            "last_token_ns": last.end_ns if last is not None else None,
+        }
+
+    def _tokens(self, call: Call) -> CallTokens | None:
+        """The call's ids, brought to the host once it has ended."""
+        if call.index not in self._read:
+            self._read[call.index] = _bring(call)
+            call.output_ids = call.prompt_ids = call.prompt_mask = None
+        return self._read[call.index]
+
+    def _row(
+        self, call: Call, tokens: CallTokens, sequence: int, position: int, step: StepFacts | None
+    ) -> dict[str, Any]:
+        token_id = tokens.ids[sequence][position]
+        generated = position >= tokens.prompt_length
+        return {
+            "run_id": self.run_id,
+            "rank": 0,
+            "call": call.index,
+            "step": step.step if step is not None else None,
+            "sequence": sequence,
+            "position": position,
+            "token_id": token_id,
+            "text": self._text(token_id),
+            "source": "generated" if generated else "prompt",
+            "is_special": token_id in self._special if self.tokenizer is not None else None,
+            "kept": tokens.kept(sequence, position),
+            "arrival_ns": step.end_ns if generated and step is not None else None,
+        }
+
+    def _text(self, token_id: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        if token_id not in self._texts:
+            self._texts[token_id] = self.tokenizer.decode([token_id])
+        return self._texts[token_id]
+
+    def _reason(self, call: Call, tokens: CallTokens, sequence: int) -> str:
+        row, end = tokens.ids[sequence], tokens.ends[sequence]
+        if end > tokens.prompt_length and row[end - 1] in tokens.eos:
+            return "eos"
+        if call.max_length is not None and len(row) >= call.max_length:
+            return "length"
+        return f"criterion {' or '.join(call.criteria)}" if call.criteria else "unknown"
+
+
+def _bring(call: Call) -> CallTokens | None:
+    if call.output_ids is None:
+        return None
+    prompt_length = call.prompt_ids.shape[-1] if call.prompt_ids is not None else 0
+    eos = frozenset(torch.as_tensor(call.eos).flatten().tolist()) if call.eos is not None else frozenset()
+    mask = call.prompt_mask.tolist() if call.prompt_mask is not None else None
+    return CallTokens(call.output_ids.tolist(), prompt_length, mask, eos)
+
+
+def _step_at(steps: list[StepFacts], position: int, prompt_length: int) -> StepFacts | None:
+    """The step that gave the token at a position, or, in the prompt, that processed it."""
+    if position < prompt_length:
+        seen = (s for s in steps if (s.kv_len_before or 0) <= position)
+        return next((s for s in seen if s.kv_len_after is not None and s.kv_len_after > position), None)
+    return next((s for s in steps if s.length_after is not None and s.length_after > position), None)
+
+
+def _processed(step: StepFacts) -> int | None:
+    return step.batch * step.q_len if step.batch is not None and step.q_len is not None else None
+
+
+def _real(step: StepFacts, tokens: CallTokens) -> int | None:
+    """Positions that a step processed less padding: before the prompt, and behind a sequence's end."""
+    if step.batch is None or step.q_len is None or step.kv_len_after is None or not tokens.ids:
+        return _processed(step)
+    first = step.kv_len_after - step.q_len
+    if step.batch % len(tokens.ids) or (step.batch != len(tokens.ids) and first >= tokens.prompt_length):
+        return _processed(step)  # beams: the rows of the forward are not those of the result
+    per_sequence = step.batch // len(tokens.ids)
+    positions = range(first, step.kv_len_after)
+    return per_sequence * sum(
+        tokens.kept(sequence, position) for sequence in range(len(tokens.ids)) for position in positions
+    )

@@ -1,0 +1,116 @@
+"""Writes a trace folder: the manifest, part files, whole tables; each under its name only when whole."""
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lifetrace.analysis import schema
+from lifetrace.errors import RunError, TraceError
+
+MANIFEST = "run.json"
+
+
+def prepare_folder(path: Path, force: bool) -> None:
+    """Make the folder of a new trace; an older trace in it is removed only when forced.
+
+    Raises:
+        TraceError: when it cannot be written, or holds something.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise TraceError(f"{path} is a file; give --out the name of a folder.")
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            if not force:
+                raise TraceError(f"The folder {path} is not empty; choose another with --out, or add --force.")
+            _remove_trace(path)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise TraceError(f"The folder {path} cannot be written: {error.strerror}. Choose another with --out.") from None
+
+
+def _remove_trace(path: Path) -> None:
+    """Remove the files of a trace and nothing else; a folder with other things in it is refused."""
+    if not (path / MANIFEST).exists():
+        raise TraceError(f"The folder {path} holds something that is no trace; lifetrace does not delete that.")
+    for table in schema.TABLES.values():
+        for file in path.glob(f"{table.name}/part-*.parquet"):
+            file.unlink()
+        (path / f"{table.name}.parquet").unlink(missing_ok=True)
+    (path / "report.html").unlink(missing_ok=True)
+    (path / MANIFEST).unlink()
+
+
+class TraceWriter:
+    """Writes into one trace folder. Every method raises RunError when the disk does not take it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts: dict[str, int] = {}
+
+    def manifest(self, manifest: dict[str, Any]) -> None:
+        """Write or replace the manifest."""
+        text = json.dumps(manifest, indent=1, ensure_ascii=True, allow_nan=False)
+
+        def write(name: str) -> None:
+            Path(name).write_text(text, encoding="ascii")
+
+        self._put(self.path / MANIFEST, write)
+
+    def part(self, name: str, rows: pa.Table) -> None:
+        """Add a part file to a table; a part without rows is not written."""
+        if not len(rows):
+            return
+        number = self._parts.get(name, 0)
+        self._parts[name] = number + 1
+        self._put_table(self.path / name / f"part-{number:05d}.parquet", rows, schema.TABLES[name])
+
+    def table(self, name: str, rows: pa.Table) -> None:
+        """Write or replace a table that is one file."""
+        self._put_table(self.path / f"{name}.parquet", rows, schema.TABLES[name])
+
+    def complete(self, name: str, fill: Callable[[pa.Table], pa.Table]) -> None:
+        """Rewrite each part of a table with what `fill` makes of it."""
+        for number in range(self._parts.get(name, 0)):
+            path = self.path / name / f"part-{number:05d}.parquet"
+            rows = pq.read_table(path, schema=schema.TABLES[name].schema)
+            self._put_table(path, fill(rows), schema.TABLES[name])
+
+    def _put_table(self, path: Path, rows: pa.Table, table: schema.Table) -> None:
+        # Delta encoding keeps times and ids at two or three bytes; words and shapes repeat.
+        numbers = [c.name for c in table.columns if pa.types.is_integer(c.type)]
+        words = [c.name for c in table.columns if pa.types.is_dictionary(c.type)]
+        lists = [f"{c.name}.list.element" for c in table.columns if pa.types.is_list(c.type)]
+
+        def write(name: str) -> None:
+            pq.write_table(
+                rows,
+                name,
+                compression="zstd",
+                use_dictionary=words + lists,
+                column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED"),
+            )
+
+        self._put(path, write)
+
+    def _put(self, path: Path, write: Callable[[str], None]) -> None:
+        """Write under a temporary name, then rename: a broken file never has the final name."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write(str(temporary))
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            cause = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+            raise RunError(
+                f"The trace in {self.path} could not be written further: {cause}. What it holds so far can be read."
+            ) from error
