@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 FORMAT_VERSION = 1
+# In a part file's own metadata: how many consecutive parts, itself included, it stands for.
+COVERS = b"lifetrace.covers"
 
 INT = pa.int64()
 SMALL = pa.int32()

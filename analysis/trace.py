@@ -129,7 +129,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def _read_table(folder: Path, table: schema.Table) -> pa.Table:
     if table.in_parts:
-        files = sorted((folder / table.name).glob("part-*.parquet"))
+        files = _uncovered(sorted((folder / table.name).glob("part-*.parquet")))
     else:
         files = [file for file in [folder / f"{table.name}.parquet"] if file.is_file()]
     parts = [_read_file(file, table) for file in files]
@@ -137,6 +137,25 @@ def _read_table(folder: Path, table: schema.Table) -> pa.Table:
         return table.schema.empty_table()
     whole: pa.Table = pa.concat_tables(parts)
     return whole.unify_dictionaries()
+
+
+def _uncovered(files: list[Path]) -> list[Path]:
+    """Leave out parts that an earlier one stands for: they outlive it when a run is killed while it closes."""
+    chosen, covered = [], -1
+    for file in files:
+        number = int("".join(c for c in file.stem if c.isdigit()) or 0)
+        if number > covered:
+            chosen.append(file)
+            covered = number + _covers(file) - 1
+    return chosen
+
+
+def _covers(file: Path) -> int:
+    try:
+        metadata = pq.read_schema(file).metadata or {}
+        return max(1, int(metadata.get(schema.COVERS, b"1")))
+    except (OSError, ValueError, pa.ArrowException):
+        return 1  # a damaged file is reported when its rows are read
 
 
 def _read_file(file: Path, table: schema.Table) -> pa.Table:

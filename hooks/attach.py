@@ -2,6 +2,8 @@
 
 import inspect
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +133,21 @@ def device_of(module: nn.Module) -> str | None:
         return f"cuda:{execution_device}" if isinstance(execution_device, int) else str(execution_device)
     parameter = next(module.parameters(), None)
     return str(parameter.device) if parameter is not None else None
+
+
+@contextmanager
+def on_calls(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call `enter(module, args, kwargs)` and `leave(module, args, kwargs, output)` for every module but the root."""
+    handles: list[RemovableHandle] = []
+    try:
+        for module in model.modules():
+            if module is not model:
+                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Attachment:

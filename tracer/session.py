@@ -20,8 +20,10 @@ from lifetrace.hooks import generation, inventory, memory, stages
 from lifetrace.hooks.attach import DETAILS, Attachment, Slot, device_of, slots_for
 from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
 from lifetrace.hooks.recorder import FIRST_MODULE_SLOT, Call, Recorder, Step
+from lifetrace.hooks.replay import Replayer, ReplayError
 
 from . import environment
+from .counts import Completion, WorkLog, set_column
 from .steps import StepReader, table_of
 from .tokens import StepTokens, TokenReader
 from .writer import TraceWriter, prepare_folder
@@ -88,6 +90,9 @@ class Session:
         self.attachment = Attachment(self.model, self.slots, self.recorder)
         self.recorder.on_toggle = self.attachment.toggle
         self.tokens = TokenReader(tokenizer, self.run_id)
+        self.work = WorkLog()
+        self.uncounted: list[dict[str, Any]] | None = None
+        self.uncountable: list[str] = []
         self.origin_ns = 0
         self.manifest: dict[str, Any] = {}
 
@@ -117,7 +122,12 @@ class Session:
             "status": status,
             "error": f"{type(error).__name__}: {error}" if error is not None else None,
             "calls": [self._call_facts(call) for call in self.recorder.calls],
-            "notes": [*self.lifecycle.notes, *(str(fault) for fault in self.faults)],
+            "uncounted": self.uncounted,
+            "notes": [
+                *self.lifecycle.notes,
+                *(f"some steps could not be counted: {reason}" for reason in self.uncountable),
+                *(str(fault) for fault in self.faults),
+            ],
             **self.facts,
         }
         self._guarded(lambda: self.writer.manifest(self.manifest))
@@ -145,6 +155,7 @@ class Session:
     def _write(self, steps: list[Step]) -> None:
         rows = self.reader.read(steps, [step.detailed for step in steps], memory.rss_bytes())
         self.tokens.note(steps, rows.steps)
+        self.work.note(steps)
         self.writer.part("steps", rows.steps)
         self.writer.part("spans", rows.spans)
         self.writer.part("kv", rows.kv)
@@ -159,13 +170,29 @@ class Session:
             self.faults.append(fault)
 
     def _complete(self) -> None:
-        counts: dict[int, StepTokens] = {}
+        tokens: dict[int, StepTokens] = {}
         for call in self.recorder.calls:
             rows, by_step = self.tokens.rows(call)
             self.writer.part("tokens", table_of(schema.TOKENS, rows))
-            counts |= by_step
-        self.writer.complete("steps", lambda rows: _with_token_counts(rows, counts))
+            tokens |= by_step
+        work = self._count()
+        self.writer.complete("steps", lambda rows: _with_token_counts(work.steps(rows), tokens))
+        self.writer.complete("spans", work.spans)
+        self.writer.complete("kv", lambda rows: rows)
+        self.writer.complete("tokens", lambda rows: rows)
         self.writer.table("modules", self._modules())
+        self.writer.table("products", table_of(schema.PRODUCTS, work.products))
+
+    def _count(self) -> Completion:
+        """Count the work of all steps; what cannot be replayed stays null, and the notes say why."""
+        completion = Completion(self.work, self.lifecycle)
+        try:
+            completion.replay(Replayer(self.model))
+        except ReplayError as error:
+            completion.failures.add(str(error))
+        self.uncounted = completion.uncounted()
+        self.uncountable = sorted(completion.failures)
+        return completion
 
     def _modules(self) -> pa.Table:
         rows = [
@@ -233,7 +260,7 @@ def _with_token_counts(rows: pa.Table, counts: dict[int, StepTokens]) -> pa.Tabl
     steps = rows["step"].to_pylist()
     for name in ("token_count", "tokens_real"):
         values = [getattr(counts[step], name) if step in counts else None for step in steps]
-        rows = rows.set_column(rows.schema.get_field_index(name), name, pa.array(values, type=pa.int64()))
+        rows = set_column(rows, name, pa.array(values, type=pa.int64()))
     return rows
 
 

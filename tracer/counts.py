@@ -1,0 +1,423 @@
+"""Completes a trace with the work of each step: replays its signatures and fills in the null columns."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lifetrace.analysis import schema
+from lifetrace.hooks.counting import CallCount, ForwardCount
+from lifetrace.hooks.kvcache import LayerKV
+from lifetrace.hooks.recorder import Signature, Step
+from lifetrace.hooks.replay import Replayer, ReplayError
+from lifetrace.hooks.stages import Lifecycle
+
+NUMBERS = ("input_bytes", "output_bytes", "weight_bytes", "flops", "flops_dense")
+TRAFFIC = ("kv_read_bytes", "kv_write_bytes", "kv_copy_bytes")
+CORE = "\0core"  # stands behind an attention module's name for its work outside its inner modules
+MAX_REPLAYS = 96
+UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class WorkTable:
+    """Work of every call of one forward, as numbers that may be interpolated.
+
+    `numbers[i]` are the NUMBERS of call `keys[i]`, UNKNOWN where there is no count; `step` are
+    those of the whole forward with its activation bytes and the known FLOPs appended.
+    """
+
+    keys: tuple[tuple[str, int], ...]
+    numbers: npt.NDArray[np.int64]
+    step: npt.NDArray[np.int64]
+    shapes: tuple[tuple[Any, Any, Any], ...]
+    unknown: frozenset[tuple[str, str]]
+    products: tuple[dict[str, Any], ...]
+
+
+@dataclass
+class Family:
+    """Steps whose signatures differ only in how many positions their cache holds."""
+
+    signature: Signature
+    steps: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+
+@dataclass
+class WorkLog:
+    """What the steps of a run leave behind for counting: their families, and their KV traffic."""
+
+    families: dict[Signature, Family] = field(default_factory=dict)
+    traffic: dict[int, tuple[tuple[int | None, ...], ...]] = field(default_factory=dict)
+
+    def note(self, steps: Iterable[Step]) -> None:
+        """Remember the signatures of finished steps, and what moved through their caches."""
+        for step in steps:
+            signature = step.signature
+            if signature is None or step.failed:
+                continue
+            self.traffic[step.index] = kv_traffic(signature, step.kv_after)
+            if signature.kv_len_before is None:
+                continue
+            family = self.families.setdefault(_family(signature), Family(_family(signature)))
+            family.steps.append(step.index)
+            family.lengths.append(signature.kv_len_before)
+
+
+def _family(signature: Signature) -> Signature:
+    """The signature without lengths."""
+    kv = tuple(replace(layer, length=0, logical_bytes=0, allocated_bytes=0) for layer in signature.kv)
+    known = any(layer.kind != "empty" for layer in kv)
+    return replace(signature, kv=kv if known else (), kv_len_before=0, masked=False)
+
+
+def kv_traffic(signature: Signature, after: Sequence[LayerKV]) -> tuple[tuple[int | None, ...], ...]:
+    """Bytes read, written and copied besides, for each cache layer of a step.
+
+    Attention reads what is held before the step (all slots of a static layer) and writes the new
+    positions. A layer that grows by concatenation reads and writes all it holds once more at
+    each append. Of quantized layers only the write is known.
+    """
+    return tuple(
+        _layer_traffic(before, layer, signature.q_len)
+        for before, layer in itertools.zip_longest(signature.kv[: len(after)], after)
+    )
+
+
+def _layer_traffic(before: LayerKV | None, after: LayerKV, q_len: int) -> tuple[int | None, int | None, int | None]:
+    held = before.logical_bytes if before is not None else 0
+    if after.kind in ("shared", "empty"):
+        return 0, 0, 0
+    if after.kind == "state":
+        return held, after.logical_bytes, 0
+    if after.kind in ("quantized", "hybrid") or not after.length:
+        return None, None, None
+    per_position = after.logical_bytes // after.length
+    written = per_position * min(q_len, after.length)
+    if after.capacity is not None:
+        return per_position * after.capacity, written, 0
+    return held, written, 2 * held
+
+
+def work_table(count: ForwardCount, lifecycle: Lifecycle) -> WorkTable:
+    """Lay the call tree of a forward out as a table."""
+    keys, numbers, shapes, products = [], [], [], []
+    unknown: set[tuple[str, str]] = set()
+    for call in count.root.walk():
+        unknown |= {(call.module, operator) for operator in call.unknown}
+        products += _product_rows(call)
+        if call is count.root:
+            continue
+        keys.append((call.module, call.call_index))
+        numbers.append(_numbers(call))
+        shapes.append((call.input_shape, call.output_shape, call.dtype))
+        keys.append((call.module + CORE, call.call_index))
+        numbers.append(_own_numbers(call))
+        shapes.append((None, None, None))
+    top = list(_outermost(count.root, lifecycle))
+    activations = sum(call.input_bytes + call.output_bytes for call in top)
+    known = sum(product.flops for product in count.root.products())
+    step = [*_numbers(count.root)[2:], activations, known]
+    return WorkTable(
+        tuple(keys),
+        np.array(numbers, dtype=np.int64).reshape(len(keys), len(NUMBERS)),
+        np.array(step, dtype=np.int64),
+        tuple(shapes),
+        frozenset(unknown),
+        tuple(products),
+    )
+
+
+def _numbers(call: CallCount) -> list[int]:
+    weights = list(call.weights_inside().values())
+    known = not call.unknown_inside()
+    products = list(call.products())
+    return [
+        call.input_bytes,
+        call.output_bytes,
+        UNKNOWN if None in weights else sum(size for size in weights if size is not None),
+        sum(product.flops for product in products) if known else UNKNOWN,
+        sum(product.flops_dense for product in products) if known else UNKNOWN,
+    ]
+
+
+def _own_numbers(call: CallCount) -> list[int]:
+    """Work of a call outside the calls inside it: the attention core, seen from its module."""
+    known = not call.unknown
+    flops = sum(product.flops for product in call.own) if known else UNKNOWN
+    dense = sum(product.flops_dense for product in call.own) if known else UNKNOWN
+    weights = list(call.weights.values())
+    read = UNKNOWN if None in weights else sum(size for size in weights if size is not None)
+    return [UNKNOWN, UNKNOWN, read, flops, dense]
+
+
+def _outermost(call: CallCount, lifecycle: Lifecycle) -> Iterable[CallCount]:
+    """The stages of a forward: the outermost calls that have a place in the lifecycle."""
+    for inner in call.inner:
+        if inner.module in lifecycle.places:
+            yield inner
+        else:
+            yield from _outermost(inner, lifecycle)
+
+
+def _product_rows(call: CallCount) -> list[dict[str, Any]]:
+    return [
+        {
+            "module": call.module,
+            "call_index": call.call_index,
+            "order": order,
+            "m": product.m,
+            "n": product.n,
+            "k": product.k,
+            "batch": product.batch,
+            "flops": product.flops_dense,
+            "operand_bytes": product.operand_bytes,
+        }
+        for order, product in enumerate(call.own)
+    ]
+
+
+class Interpolation:
+    """Work of a family at any cache length between those it was asked for, by few replays.
+
+    Raises:
+        ReplayError: when the model cannot be replayed, or its counts are not piecewise affine.
+    """
+
+    def __init__(self, replayer: Replayer, lifecycle: Lifecycle, family: Family) -> None:
+        self.replayer = replayer
+        self.lifecycle = lifecycle
+        self.signature = family.signature
+        self.counted: dict[int, WorkTable] = {}
+        self.pieces: list[tuple[int, int]] = []
+        self._divide(min(family.lengths), max(family.lengths))
+
+    def at(self, length: int) -> WorkTable:
+        """The work with so many positions in the cache."""
+        if length in self.counted:
+            return self.counted[length]
+        low, high = next(piece for piece in self.pieces if piece[0] < length < piece[1])
+        return _between(self.counted[low], self.counted[high], low, high, length)
+
+    def _count(self, length: int) -> WorkTable:
+        if length not in self.counted:
+            if len(self.counted) >= MAX_REPLAYS:
+                raise ReplayError(f"counts do not follow the cache length in fewer than {MAX_REPLAYS} pieces")
+            self.counted[length] = work_table(self.replayer.count(self.signature, length), self.lifecycle)
+        return self.counted[length]
+
+    def _divide(self, low: int, high: int) -> None:
+        first, last = self._count(low), self._count(high)
+        if high - low < 2:
+            return
+        middle = (low + high) // 2
+        if first.keys == last.keys and _equal(
+            _between(first, last, low, high, middle), self._count(middle)
+        ):
+            self.pieces += [(low, middle), (middle, high)]
+            return
+        self._divide(low, middle)
+        self._divide(middle, high)
+
+
+def _between(first: WorkTable, last: WorkTable, low: int, high: int, length: int) -> WorkTable:
+    """The table at a length on the line between two others."""
+    return replace(
+        first,
+        numbers=_line(first.numbers, last.numbers, low, high, length),
+        step=_line(first.step, last.step, low, high, length),
+        shapes=tuple(
+            _shapes_between(a, b, low, high, length) for a, b in zip(first.shapes, last.shapes, strict=True)
+        ),
+    )
+
+
+def _line(
+    a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], low: int, high: int, at: int
+) -> npt.NDArray[np.int64]:
+    return a + (b - a) * (at - low) // (high - low)
+
+
+def _shapes_between(a: Any, b: Any, low: int, high: int, at: int) -> Any:
+    if a == b:
+        return a
+    shapes = [
+        tuple(x + (y - x) * (at - low) // (high - low) for x, y in zip(first, last, strict=True))
+        if first is not None and last is not None
+        else None
+        for first, last in zip(a[:2], b[:2], strict=True)
+    ]
+    return (*shapes, a[2])
+
+
+def _equal(a: WorkTable, b: WorkTable) -> bool:
+    same_numbers = np.array_equal(a.numbers, b.numbers) and np.array_equal(a.step, b.step)
+    return a.keys == b.keys and same_numbers and a.shapes == b.shapes
+
+
+class Completion:
+    """Fills the columns of steps and spans that were null while the run went."""
+
+    def __init__(self, log: WorkLog, lifecycle: Lifecycle) -> None:
+        self.log = log
+        self.lifecycle = lifecycle
+        self.of_step: dict[int, WorkTable] = {}
+        self.failures: set[str] = set()
+        self.products: list[dict[str, Any]] = []
+
+    def replay(self, replayer: Replayer) -> None:
+        """Count every family; one that cannot be replayed leaves its steps null, with the reason."""
+        for number, family in enumerate(self.log.families.values()):
+            try:
+                interpolation = Interpolation(replayer, self.lifecycle, family)
+                tables = {length: interpolation.at(length) for length in set(family.lengths)}
+            except ReplayError as error:
+                self.failures.add(str(error))
+                continue
+            for step, length in zip(family.steps, family.lengths, strict=True):
+                self.of_step[step] = tables[length]
+            for length, table in interpolation.counted.items():
+                steps = [s for s, at in zip(family.steps, family.lengths, strict=True) if at == length]
+                self.products += [
+                    {"signature": number, "steps": steps, **row} for row in table.products if steps
+                ]
+
+    def uncounted(self) -> list[dict[str, Any]]:
+        """Modules that ran an operator without formula, with its names."""
+        pairs = sorted(set().union(*(table.unknown for table in self.of_step.values())))
+        return [
+            {"module": module, "operators": [operator for _, operator in group]}
+            for module, group in itertools.groupby(pairs, key=lambda pair: pair[0])
+        ]
+
+    def steps(self, rows: pa.Table) -> pa.Table:
+        """Fill a part of the steps table."""
+        names = ("weight_bytes", "flops", "flops_dense", "activation_bytes", "flops_counted")
+        indices = rows["step"].to_pylist()
+        work = [self.of_step.get(step) for step in indices]
+        for position, name in enumerate(names):
+            values = [_known(table.step[position]) if table is not None else None for table in work]
+            rows = set_column(rows, name, pa.array(values, type=pa.int64()))
+        for position, name in enumerate(TRAFFIC):
+            values = [_total(self.log.traffic.get(step), position) for step in indices]
+            rows = set_column(rows, name, pa.array(values, type=pa.int64()))
+        return rows
+
+    def spans(self, rows: pa.Table) -> pa.Table:
+        """Fill a part of the spans table."""
+        codes, keys = _call_codes(rows)
+        steps = rows["step"].to_numpy(zero_copy_only=False)
+        filler = _SpanFiller(len(rows))
+        boundaries = np.flatnonzero(steps[1:] != steps[:-1]) + 1 if len(steps) else np.array([], dtype=np.int64)
+        for block in np.split(np.arange(len(rows)), boundaries):
+            step = steps[block[0]] if len(block) else None
+            table = self.of_step.get(int(step)) if step is not None and step == step else None
+            if table is not None:
+                filler.fill(block, codes[block], keys, table)
+        rows = filler.set_columns(rows)
+        rows = _free_stages(rows)
+        return self._kv_columns(rows)
+
+    def _kv_columns(self, rows: pa.Table) -> pa.Table:
+        """KV traffic stands on a layer, its attention and its attention core."""
+        columns: dict[str, list[int | None]] = {name: [] for name in TRAFFIC}
+        parts = (None, "attention", "attention_core")
+        fields = (rows[name].to_pylist() for name in ("step", "stage", "layer", "part"))
+        for step, stage, layer, part in zip(*fields, strict=True):
+            traffic = self.log.traffic.get(step) if step is not None else None
+            moves = stage == "layer" and part in parts and layer is not None
+            for position, name in enumerate(TRAFFIC):
+                if traffic is None or stage in ("layer", "nested") and not moves and part is None:
+                    columns[name].append(None)
+                elif moves and layer < len(traffic):
+                    columns[name].append(traffic[layer][position])
+                else:
+                    columns[name].append(0)
+        for name, values in columns.items():
+            rows = set_column(rows, name, pa.array(values, type=pa.int64()))
+        return rows
+
+
+class _SpanFiller:
+    """Collects the completed columns of one part."""
+
+    def __init__(self, length: int) -> None:
+        self.numbers = np.full((length, len(NUMBERS)), UNKNOWN, dtype=np.int64)
+        self.shapes: list[tuple[Any, Any, Any]] = [(None, None, None)] * length
+        self._places: dict[int, npt.NDArray[np.int64]] = {}
+
+    def fill(
+        self,
+        block: npt.NDArray[np.int64],
+        codes: npt.NDArray[np.int64],
+        keys: Sequence[tuple[str, int] | None],
+        table: WorkTable,
+    ) -> None:
+        """Fill the rows of one step from its work."""
+        row_of = {key: number for number, key in enumerate(table.keys)}
+        for position, code in zip(block.tolist(), codes.tolist(), strict=True):
+            key = keys[code]
+            number = row_of.get(key) if key is not None else None
+            if number is not None:
+                self.numbers[position] = table.numbers[number]
+                self.shapes[position] = table.shapes[number]
+
+    def set_columns(self, rows: pa.Table) -> pa.Table:
+        for position, name in enumerate(NUMBERS):
+            values = self.numbers[:, position]
+            rows = set_column(rows, name, pa.array(values, mask=values == UNKNOWN))
+        for position, name in enumerate(("input_shape", "output_shape", "dtype")):
+            column = schema.SPANS.schema.field(name)
+            plain = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+            array = pa.array([shape[position] for shape in self.shapes], type=plain)
+            rows = set_column(rows, name, array.dictionary_encode() if plain is not column.type else array)
+        return rows
+
+
+def _call_codes(rows: pa.Table) -> tuple[npt.NDArray[np.int64], list[tuple[str, int] | None]]:
+    """Number the distinct calls of a part; an attention core is keyed by the module around it."""
+    modules, indices = rows["module"].to_pylist(), rows["call_index"].to_pylist()
+    parts, parents = rows["part"].to_pylist(), rows["parent"].to_pylist()
+    row_of_span = {span: number for number, span in enumerate(rows["span"].to_pylist())}
+    codes, numbering, keys = [], {}, []
+    for module, index, part, parent in zip(modules, indices, parts, parents, strict=True):
+        key: tuple[str, int] | None = (module, index) if module is not None else None
+        if key is None and part == "attention_core" and parent in row_of_span:
+            outer = row_of_span[parent]
+            key = (modules[outer] + CORE, indices[outer])
+        if key not in numbering:
+            numbering[key] = len(keys)
+            keys.append(key)
+        codes.append(numbering[key])
+    return np.array(codes, dtype=np.int64), keys
+
+
+def _free_stages(rows: pa.Table) -> pa.Table:
+    """What the loop does itself holds no product: its FLOPs are a true 0."""
+    free = np.isin(np.array(rows["stage"].to_pylist(), dtype=object), ("prepare", "sample", "tokenize", "detokenize"))
+    for name in ("flops", "flops_dense", "weight_bytes"):
+        values = [0 if is_free else value for is_free, value in zip(free, rows[name].to_pylist(), strict=True)]
+        rows = set_column(rows, name, pa.array(values, type=pa.int64()))
+    return rows
+
+
+def set_column(rows: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    """Replace a column, keeping its declared type."""
+    index = rows.schema.get_field_index(name)
+    return rows.set_column(index, rows.schema.field(index), values)
+
+
+def _known(value: np.int64) -> int | None:
+    return None if value == UNKNOWN else int(value)
+
+
+def _total(traffic: tuple[tuple[int | None, ...], ...] | None, position: int) -> int | None:
+    if traffic is None:
+        return None
+    values = [layer[position] for layer in traffic]
+    return None if None in values else sum(value for value in values if value is not None)
