@@ -31,11 +31,12 @@ class LayerKV:
 
 
 def find_cache(arguments: dict[str, Any]) -> Any:
-    """Return the cache among a forward's keyword arguments, or None."""
-    for name in CACHE_ARGUMENTS:
-        if arguments.get(name) is not None:
-            return arguments[name]
-    return None
+    """Return the cache among a forward's arguments or in its output, or None.
+
+    Reads the dictionary itself: a model output warns when it is asked for a name of older days.
+    """
+    found = (dict.get(arguments, name) for name in CACHE_ARGUMENTS)
+    return next((cache for cache in found if cache is not None), None)
 
 
 def read(cache: Any, positions_seen: int | None = None) -> tuple[LayerKV, ...]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from .attach import on_calls
 from .counting import CallCount, CallTree, CountingMode, ForwardCount, causal_pairs, storage_id
+from .kvcache import CACHE_ARGUMENTS, find_cache
 from .recorder import Signature
 
 EAGER, BATCHED = "eager", "batched_mm"
@@ -46,13 +47,24 @@ class Replayer:
         Raises:
             ReplayError: when the meta copy cannot run it.
         """
-        try:
-            with torch.no_grad():
-                cache = self._cache(signature, kv_len_before)
-                inputs = self._inputs(signature, signature.q_len) | {"logits_to_keep": signature.head_positions}
-                return self._forward(inputs, signature, cache, kv_len_before)
-        except Exception as error:  # noqa: BLE001 - any model code may run here; the reason is reported
-            raise ReplayError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        reasons = []
+        for masked in (False, True):  # some models look into a mask, others miss it
+            try:
+                return self._count(signature, kv_len_before, masked)
+            except Exception as error:  # noqa: BLE001 - any model code may run here; the reason is reported
+                reasons.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        raise ReplayError(reasons[0])
+
+    @torch.no_grad()
+    def _count(self, signature: Signature, kv_len_before: int, masked: bool) -> ForwardCount:
+        cache = self._cache(signature, kv_len_before, masked)
+        inputs = self._inputs(signature, signature.q_len) | {"logits_to_keep": signature.head_positions}
+        if masked:
+            inputs["attention_mask"] = self._mask(signature, kv_len_before + signature.q_len)
+        return self._forward(inputs, signature, cache, kv_len_before)
+
+    def _mask(self, signature: Signature, length: int) -> torch.Tensor:
+        return torch.ones(signature.batch, length, dtype=torch.long, device="meta")
 
     def _inputs(self, signature: Signature, q_len: int) -> dict[str, Any]:
         if signature.embeds:
@@ -61,7 +73,7 @@ class Replayer:
             return {"inputs_embeds": embeds}
         return {"input_ids": torch.empty(signature.batch, q_len, dtype=torch.long, device="meta")}
 
-    def _cache(self, signature: Signature, kv_len_before: int) -> Any:
+    def _cache(self, signature: Signature, kv_len_before: int, masked: bool) -> Any:
         """Make the cache by replaying what filled it, uncounted."""
         if not signature.use_cache:
             return None
@@ -69,8 +81,11 @@ class Replayer:
         if kv_len_before == 0:
             return cache
         filling = self._inputs(signature, kv_len_before)
+        if masked:
+            filling["attention_mask"] = self._mask(signature, kv_len_before)
         output = self._call(filling | {"logits_to_keep": 1}, cache, use_cache=True)
-        return next((output[name] for name in ("cache", "past_key_values", "cache_params") if name in output), cache)
+        filled = find_cache(output)
+        return filled if filled is not None else cache
 
     def _empty_cache(self, signature: Signature) -> Any:
         capacity = max((kv.capacity for kv in signature.kv if kv.capacity is not None), default=None)
@@ -83,7 +98,7 @@ class Replayer:
     def _call(self, inputs: dict[str, Any], cache: Any, use_cache: bool) -> Any:
         accepted = forward_parameters(self.model)
         if cache is not None:
-            name = next((n for n in ("cache", "past_key_values", "cache_params") if n in accepted), "past_key_values")
+            name = next((n for n in CACHE_ARGUMENTS if n in accepted), CACHE_ARGUMENTS[0])
             inputs = inputs | {name: cache}
         if "logits_to_keep" not in accepted:
             inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}

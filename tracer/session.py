@@ -24,6 +24,7 @@ from lifetrace.hooks.replay import Replayer, ReplayError
 
 from . import environment
 from .counts import Completion, WorkLog, set_column
+from .logprobs import Sequence, TokenKey
 from .steps import StepReader, table_of
 from .tokens import StepTokens, TokenReader
 from .writer import TraceWriter, prepare_folder
@@ -93,29 +94,36 @@ class Session:
         self.work = WorkLog()
         self.uncounted: list[dict[str, Any]] | None = None
         self.uncountable: list[str] = []
+        self.loose_spans: list[dict[str, Any]] = []
+        self.token_details: dict[TokenKey, dict[str, Any]] = {}
         self.origin_ns = 0
         self.manifest: dict[str, Any] = {}
 
     # -- life ----------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, attach: bool = True) -> None:
         """Write the first manifest and put on the hooks."""
         wall_clock_ns = time.time_ns()
         self.origin_ns = perf_counter_ns()
         self.reader = StepReader(self.slots, self.run_id, 0, self.origin_ns)
         self.manifest = self._first_manifest(wall_clock_ns)
         self.writer.manifest(self.manifest)
+        if attach:
+            self.attach()
+
+    def attach(self) -> None:
+        """Put on the hooks."""
         generation.watch(self.model, self.recorder)
         self.attachment.attach()
 
-    def stop(self) -> None:
+    def detach(self) -> None:
         """Take off the hooks; the model is as it was before."""
         self.attachment.detach()
         generation.unwatch(self.model)
 
     def finish(self, status: str, error: BaseException | None = None) -> None:
         """Write what is left, complete the tables and the manifest."""
-        self.stop()
+        self.detach()
         self.recorder.flush()
         self._guarded(self._complete)
         self.manifest |= {
@@ -133,18 +141,20 @@ class Session:
         self._guarded(lambda: self.writer.manifest(self.manifest))
 
     def span(self, stage: str, start_ns: int, end_ns: int) -> None:
-        """Record a stage outside the model, tokenize or detokenize, by its monotonic times."""
+        """Note a stage outside the model, tokenize or detokenize; written with the next steps."""
         row = {
             "run_id": self.run_id,
             "rank": 0,
-            "span": self.reader.next_span,
             "stage": stage,
             "device": "cpu",
             "start_ns": start_ns - self.origin_ns,
             "host_ns": end_ns - start_ns,
         }
-        self.reader.next_span += 1
-        self._guarded(lambda: self.writer.part("spans", table_of(schema.SPANS, [row])))
+        self.loose_spans.append(row)
+
+    def sequences(self) -> list[Sequence]:
+        """The sequences of all calls, each distinct one once, for reading their probabilities."""
+        return self.tokens.sequences(self.recorder.calls)
 
     # -- rows ----------------------------------------------------------------------------
 
@@ -157,8 +167,16 @@ class Session:
         self.tokens.note(steps, rows.steps)
         self.work.note(steps)
         self.writer.part("steps", rows.steps)
-        self.writer.part("spans", rows.spans)
+        self.writer.part("spans", pa.concat_tables([self._loose(), rows.spans]).unify_dictionaries())
         self.writer.part("kv", rows.kv)
+
+    def _loose(self) -> pa.Table:
+        """The noted spans that no step holds, with ids of their own."""
+        rows, self.loose_spans = self.loose_spans, []
+        for row in rows:
+            row["span"] = self.reader.next_span
+            self.reader.next_span += 1
+        return table_of(schema.SPANS, rows)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do work of our own; once it failed, the disk is left alone and the user's program goes on."""
@@ -170,9 +188,12 @@ class Session:
             self.faults.append(fault)
 
     def _complete(self) -> None:
+        self.writer.part("spans", self._loose())
         tokens: dict[int, StepTokens] = {}
         for call in self.recorder.calls:
             rows, by_step = self.tokens.rows(call)
+            for row in rows:
+                row |= self.token_details.get((row["call"], row["sequence"], row["position"]), {})
             self.writer.part("tokens", table_of(schema.TOKENS, rows))
             tokens |= by_step
         work = self._count()

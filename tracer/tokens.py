@@ -10,6 +10,8 @@ import torch
 
 from lifetrace.hooks.recorder import Call, Step
 
+from .logprobs import Sequence
+
 
 @dataclass(frozen=True)
 class StepTokens:
@@ -113,12 +115,29 @@ class TokenReader:
             "sequences": len(tokens.ids),
             "prompt_tokens": [sum(row) for row in mask] if mask is not None else [call.prompt_length] * len(tokens.ids),
             "new_tokens": new,
-            "stop_reason": next((r for r in ("error", "length", "criterion") if any(x.startswith(r) for x in reasons)), None)
-            or (reasons[0] if reasons else None),
+            "stop_reason": _stop_of_all(reasons),
             "stop_reasons": reasons,
             "first_token_ns": steps[0].end_ns if steps else None,
             "last_token_ns": last.end_ns if last is not None else None,
         }
+
+    def sequences(self, calls: list[Call]) -> list[Sequence]:
+        """Each distinct sequence without padding, with the calls that gave it."""
+        owners: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
+        lengths: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        for call in calls:
+            tokens = self._tokens(call)
+            for sequence, row in enumerate(tokens.ids if tokens is not None else ()):
+                assert tokens is not None
+                end = tokens.ends[sequence]
+                first = next((p for p in range(end) if tokens.kept(sequence, p)), end)
+                if tokens.prompt_length > first and end > tokens.prompt_length:
+                    key = (sequence, first, tuple(row[first:end]))
+                    owners.setdefault(key, []).append(call.index)
+                    lengths[key] = tokens.prompt_length - first
+        return [
+            Sequence(tuple(calls_), key[0], key[1], lengths[key], key[2]) for key, calls_ in owners.items()
+        ]
 
     def _tokens(self, call: Call) -> CallTokens | None:
         """The call's ids, brought to the host once it has ended."""
@@ -161,6 +180,11 @@ class TokenReader:
         if call.max_length is not None and len(row) >= call.max_length:
             return "length"
         return f"criterion {' or '.join(call.criteria)}" if call.criteria else "unknown"
+
+
+def _stop_of_all(reasons: list[str]) -> str | None:
+    """Why the call ended: what stopped the sequences that went on longest, so `eos` only if all ended so."""
+    return next((reason for reason in reasons if reason != "eos"), reasons[0] if reasons else None)
 
 
 def _bring(call: Call) -> CallTokens | None:

@@ -34,14 +34,14 @@ def prepare_folder(path: Path, force: bool) -> None:
         if any(path.iterdir()):
             if not force:
                 raise TraceError(f"The folder {path} is not empty; choose another with --out, or add --force.")
-            _remove_trace(path)
+            remove_trace(path)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
         raise TraceError(f"The folder {path} cannot be written: {error.strerror}. Choose another with --out.") from None
 
 
-def _remove_trace(path: Path) -> None:
+def remove_trace(path: Path) -> None:
     """Remove the files of a trace and nothing else; a folder with other things in it is refused."""
     if not (path / MANIFEST).exists():
         raise TraceError(f"The folder {path} holds something that is no trace; lifetrace does not delete that.")

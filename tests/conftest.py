@@ -1,0 +1,39 @@
+"""Models and traces that several tests share; torch runs on one thread, so that tests do not fight for cores."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+from reference_model import R_SIZES
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+@pytest.fixture
+def model_r():
+    """The reference model R of the documentation: 180,800 parameters."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**R_SIZES)).eval()
+
+
+@pytest.fixture
+def prompt_12():
+    """Twelve prompt tokens."""
+    return torch.arange(3, 15)[None]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """An ordinary checkpoint of SmolLM2-135M-Instruct."""
+    from smollm2 import smollm2_checkpoint
+
+    return smollm2_checkpoint()

@@ -1,0 +1,224 @@
+"""The main job: load, warm up, generate with and without tracing in turn, and close the trace."""
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from lifetrace.errors import LifetraceError, RunError, UsageError
+
+from . import logprobs, workload
+from .session import Options, Session, folder_name, jsonable, status_of
+from .workload import Loaded, ModelSource, Prompts, first_line
+from .writer import prepare_folder, remove_trace
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """All that `lifetrace run` was told."""
+
+    source: ModelSource
+    prompts: Prompts
+    options: Options
+    max_new_tokens: int = 64
+    generation: dict[str, Any] | None = None
+    seed: int = 0
+    warmup: int = 1
+    repeats: int = 3
+    baseline: bool = True
+    logprobs: int | None = None
+    out: Path | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One generate: its output ids and how long it took."""
+
+    ids: torch.Tensor
+    seconds: float
+
+
+def run(settings: RunSettings, progress: Progress) -> Path:
+    """Trace the run and return the folder of its trace.
+
+    Raises:
+        UsageError, ModelError, TraceError: bad input; nothing was run.
+        RunError: the run began and failed; its trace says how far it came.
+    """
+    path = settings.out if settings.out is not None else Path("traces") / folder_name(settings.source.name)
+    prepare_folder(path, settings.force)
+    progress(f"loading {settings.source.name}")
+    with _empty_folder_removed(path):
+        loaded = workload.load(settings.source)
+        workload.check_prompts(settings.prompts, loaded)
+        inputs = workload.encode(settings.prompts, loaded)
+        workload.check_length(loaded, inputs["input_ids"].shape[1], settings.max_new_tokens)
+        session = Session(loaded.model, path, settings.options, loaded.tokenizer, _facts(settings, loaded))
+    _trace(settings, loaded, session, progress)
+    return path
+
+
+@contextlib.contextmanager
+def _empty_folder_removed(path: Path) -> Iterator[None]:
+    """A run that did not begin leaves no empty folder behind."""
+    try:
+        yield
+    except LifetraceError:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        raise
+
+
+def _facts(settings: RunSettings, loaded: Loaded) -> dict[str, Any]:
+    """What the manifest says beyond what a session knows."""
+    return {
+        "command": shlex.join(["lifetrace", *sys.argv[1:]]),
+        "model": loaded.facts,
+        "prompt": list(settings.prompts.texts),
+        "generation": jsonable(_generate_settings(settings)) | {"seed": settings.seed},
+        "settings": asdict(settings.options)
+        | {"warmup": settings.warmup, "repeats": settings.repeats, "baseline": settings.baseline},
+    }
+
+
+def _generate_settings(settings: RunSettings) -> dict[str, Any]:
+    return {"max_new_tokens": settings.max_new_tokens} | (settings.generation or {})
+
+
+def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Progress) -> None:
+    session.start(attach=False)
+    warmed: list[Generated] = []
+    untraced: list[Generated] = []
+    traced: list[Generated] = []
+    try:
+        warmed = _warm_up(settings, loaded, progress)
+        _alternate(settings, loaded, session, progress, untraced, traced)
+        session.facts["overhead"] = overhead(untraced, traced) if settings.baseline else None
+        if settings.logprobs is not None:
+            progress("reading log-probabilities")
+            session.token_details = logprobs.details(loaded.model, session.sequences(), settings.logprobs)
+    except BaseException as error:
+        session.finish(status_of(error), error)
+        if isinstance(error, LifetraceError | KeyboardInterrupt):
+            raise
+        if _refused(error, warmed + untraced + traced):
+            remove_trace(session.path)
+            raise UsageError(f"generate() refused these settings: {first_line(error)}.") from error
+        raise _run_error(error, session) from error
+    progress("counting and writing")
+    session.finish("complete")
+    if session.faults:
+        raise session.faults[0]
+
+
+def _refused(error: BaseException, done: list[Generated]) -> bool:
+    """Whether the very first generate() ended for settings that cannot be."""
+    bad_value = isinstance(error, ValueError | TypeError | ZeroDivisionError | NotImplementedError | ImportError)
+    return bad_value and not done
+
+
+def _run_error(error: BaseException, session: Session) -> RunError:
+    rest = f"The trace in {session.path} holds what was recorded before."
+    if status_of(error) == "oom":
+        remedy = "Try a shorter prompt, a smaller batch or a smaller --dtype."
+        return RunError(f"The run ran out of memory: {first_line(error)}. {rest} {remedy}")
+    return RunError(f"The run failed with {type(error).__name__}: {first_line(error)}. {rest}")
+
+
+def _warm_up(settings: RunSettings, loaded: Loaded, progress: Progress) -> list[Generated]:
+    done = []
+    for number in range(settings.warmup):
+        progress(f"warming up {number + 1}/{settings.warmup}")
+        done.append(_generate(settings, loaded, workload.encode(settings.prompts, loaded)))
+    return done
+
+
+def _alternate(
+    settings: RunSettings,
+    loaded: Loaded,
+    session: Session,
+    progress: Progress,
+    untraced: list[Generated],
+    traced: list[Generated],
+) -> None:
+    """Generate untraced and traced in turn, so that drift meets both alike."""
+    for repeat in range(settings.repeats):
+        if settings.baseline:
+            progress(f"baseline {repeat + 1}/{settings.repeats}{_rate(untraced)}")
+            untraced.append(_generate(settings, loaded, workload.encode(settings.prompts, loaded)))
+        progress(f"tracing {repeat + 1}/{settings.repeats}{_rate(traced)}")
+        traced.append(_traced(settings, loaded, session, repeat))
+
+
+def _rate(done: list[Generated]) -> str:
+    """The speed of the last generate, prompt tokens not counted, for the progress line."""
+    if not done:
+        return ""
+    return f" · last took {done[-1].seconds:.2f} s"
+
+
+def _traced(settings: RunSettings, loaded: Loaded, session: Session, repeat: int) -> Generated:
+    session.recorder.repeat = repeat
+    session.attach()
+    try:
+        start_ns = perf_counter_ns()
+        inputs = workload.encode(settings.prompts, loaded)
+        session.span("tokenize", start_ns, perf_counter_ns())
+        generated = _generate(settings, loaded, inputs)
+    finally:
+        session.detach()
+    session.recorder.calls[-1].request_start_ns = start_ns
+    if loaded.tokenizer is not None:
+        start_ns = perf_counter_ns()
+        new = generated.ids[:, inputs["input_ids"].shape[1] :]
+        texts = loaded.tokenizer.batch_decode(new, skip_special_tokens=True)
+        session.span("detokenize", start_ns, perf_counter_ns())
+        session.facts["output"] = texts
+    return generated
+
+
+def _generate(settings: RunSettings, loaded: Loaded, inputs: dict[str, torch.Tensor]) -> Generated:
+    torch.manual_seed(settings.seed)
+    _synchronize(loaded.device)
+    start = time.perf_counter()
+    output = loaded.model.generate(**inputs, **_generate_settings(settings))
+    _synchronize(loaded.device)
+    seconds = time.perf_counter() - start
+    ids = output if isinstance(output, torch.Tensor) else output.sequences
+    return Generated(ids, seconds)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def overhead(untraced: list[Generated], traced: list[Generated]) -> dict[str, Any]:
+    """Traced ÷ untraced of each neighbouring pair: median, lowest and highest; and whether tokens agree.
+
+    `noise` is the same ratio between untraced neighbours, highest ÷ lowest: what two equal runs
+    differ by here.
+    """
+    ratios = [with_.seconds / without.seconds for without, with_ in zip(untraced, traced, strict=True)]
+    alone = [generated.seconds for generated in untraced]
+    identical = all(torch.equal(a.ids, b.ids) for a, b in zip(untraced, traced, strict=True))
+    return {
+        "untraced_s": alone,
+        "traced_s": [generated.seconds for generated in traced],
+        "ratio": median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "noise": max(alone) / min(alone) if len(alone) > 1 else None,
+        "tokens_identical": identical,
+    }
