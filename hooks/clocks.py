@@ -19,12 +19,15 @@ class Marks:
     `codes[i]` says which slot began (even) or ended (odd); `times_ns[i]` when, on the host.
     `device_ns[i]` is device time since the step's first mark on the same device, None where no event was recorded;
     `devices[i]` says on which. Both are None where the device has no clock of its own.
+    `memory[i]` is what is allocated at the mark and the peak since the mark before, on a tape
+    that measures memory in place of time.
     """
 
     codes: array  # type: ignore[type-arg]
     times_ns: array  # type: ignore[type-arg]
     device_ns: list[int | None] | None = None
     devices: list[Any] | None = None
+    memory: list[tuple[int, int]] | None = None
 
 
 class Tape(Protocol):

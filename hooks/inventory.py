@@ -72,7 +72,7 @@ def logical_count(module: nn.Module, parameter: nn.Parameter) -> int:
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:
-    """This process's shard of a distributed parameter, the parameter itself otherwise."""
+    """Return the local shard of a distributed parameter, the parameter itself otherwise."""
     to_local = getattr(parameter, "to_local", None)
     return to_local() if to_local is not None else parameter
 

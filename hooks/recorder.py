@@ -84,6 +84,7 @@ class Step:
     call: Call
     role: str
     parent: int | None
+    ordinal: int = 0
     prefill: bool = True
     detailed: bool = True
     signature: Signature | None = None
@@ -232,7 +233,8 @@ class Recorder:
         self.tape.mark(ends(FORWARD))
         thread = self._thread
         step = thread.step
-        assert step is not None and step.signature is not None
+        assert step is not None
+        assert step.signature is not None
         if output is None:
             step.failed = True
         else:
@@ -284,7 +286,8 @@ class Recorder:
         step = Step(next(self._step_numbers), call, role, parent_index, prefill=not call.has_chosen)
         if parent is not None:
             step.prefill = parent.prefill
-        step.detailed = self.wants(call.step_count)
+        step.ordinal = call.step_count
+        step.detailed = self.wants(step.ordinal)
         call.step_count += 1
         self.on_toggle(step.detailed)
         self._thread.step = step

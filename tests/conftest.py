@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference_model import R_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
+
+from reference_model import R_SIZES
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
 
 @pytest.fixture
 def model_r():

@@ -55,7 +55,7 @@ class GroupedOption(click.Option):
 
 def option(group: str, *names: str, **settings: Any) -> Callable[[Any], Any]:
     """Declare an option under a heading, with its default in the help."""
-    settings.setdefault("show_default", settings.get("default") not in (None, False))
+    settings.setdefault("show_default", settings.get("default") is not None and not settings.get("is_flag"))
     return click.option(*names, cls=GroupedOption, group=group, **settings)
 
 
@@ -90,43 +90,188 @@ def _steps(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 @main.command(cls=GroupedCommand, short_help="Generate, and trace every stage of it.")
-@option("Prompt", "--prompt", "prompts", multiple=True, metavar="TEXT", help="What to continue; repeat it for a batch. `-` reads stdin.")
-@option("Prompt", "--prompt-file", "prompt_files", multiple=True, metavar="FILE", help="A file whose whole text is a prompt; may be repeated.")
-@option("Prompt", "--prompt-length", type=click.IntRange(min=1), metavar="N", help="Repeat or cut each prompt to exactly N tokens.")
+@option(
+    "Prompt",
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="What to continue; repeat it for a batch. `-` reads stdin.",
+)
+@option(
+    "Prompt",
+    "--prompt-file",
+    "prompt_files",
+    multiple=True,
+    metavar="FILE",
+    help="A file whose whole text is a prompt; may be repeated.",
+)
+@option(
+    "Prompt",
+    "--prompt-length",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Repeat or cut each prompt to exactly N tokens.",
+)
 @option("Prompt", "--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Give each prompt N times.")
 @option("Prompt", "--chat/--no-chat", default=False, help="Put the prompt through the model's chat template.")
-@option("Model", "--model", default="demo", metavar="NAME", help="A hub id, a folder, a .gguf file, or the embedded `demo`.")
+@option(
+    "Model", "--model", default="demo", metavar="NAME", help="A hub id, a folder, a .gguf file, or the embedded `demo`."
+)
 @option("Model", "--revision", metavar="REV", help="Branch, tag or commit of a hub model.")
-@option("Model", "--weights", type=click.Choice(["trained", "random"]), default="trained", help="`random` needs only the config: speed does not depend on the values.")
-@option("Model", "--config", "config_file", metavar="FILE", help="With --weights random: the config.json of the architecture.")
-@option("Model", "--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto", help="auto: as stored; float32 on a CPU.")
+@option(
+    "Model",
+    "--weights",
+    type=click.Choice(["trained", "random"]),
+    default="trained",
+    help="`random` needs only the config: speed does not depend on the values.",
+)
+@option(
+    "Model",
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="With --weights random: the config.json of the architecture.",
+)
+@option(
+    "Model",
+    "--dtype",
+    type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+    default="auto",
+    help="auto: as stored; float32 on a CPU.",
+)
 @option("Model", "--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N. auto: CUDA if there.")
-@option("Model", "--device-map", metavar="MAP", help="Spread the model over devices: auto, or JSON of module to device.")
-@option("Model", "--attn-implementation", "attention", metavar="NAME", help="eager, sdpa, flash_attention_2, …  [default: the model's]")
-@option("Model", "--trust-remote-code", is_flag=True, help="Run code that the model's repository brings. Only if you trust it.")
-@option("Generation", "--max-new-tokens", type=click.IntRange(min=1), default=64, metavar="N", help="Tokens to generate at most.")
-@option("Generation", "--sample/--greedy", "sample", default=None, help="Draw tokens at random, or take the likeliest.  [default: the model's]")
-@option("Generation", "--temperature", type=click.FloatRange(min=0, min_open=True), metavar="T", help="Flatten (above 1) or sharpen the distribution. Implies --sample.")
-@option("Generation", "--top-k", type=click.IntRange(min=1), metavar="K", help="Draw among the K likeliest tokens. Implies --sample.")
-@option("Generation", "--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="P", help="Draw among the likeliest tokens that make up P. Implies --sample.")
+@option(
+    "Model", "--device-map", metavar="MAP", help="Spread the model over devices: auto, or JSON of module to device."
+)
+@option(
+    "Model",
+    "--attn-implementation",
+    "attention",
+    metavar="NAME",
+    help="eager, sdpa, flash_attention_2, …  [default: the model's]",
+)
+@option(
+    "Model",
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run code that the model's repository brings. Only if you trust it.",
+)
+@option(
+    "Generation",
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    metavar="N",
+    help="Tokens to generate at most.",
+)
+@option(
+    "Generation",
+    "--sample/--greedy",
+    "sample",
+    default=None,
+    help="Draw tokens at random, or take the likeliest.  [default: the model's]",
+)
+@option(
+    "Generation",
+    "--temperature",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="T",
+    help="Flatten (above 1) or sharpen the distribution. Implies --sample.",
+)
+@option(
+    "Generation",
+    "--top-k",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Draw among the K likeliest tokens. Implies --sample.",
+)
+@option(
+    "Generation",
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="P",
+    help="Draw among the likeliest tokens that make up P. Implies --sample.",
+)
 @option("Generation", "--num-beams", type=click.IntRange(min=1), metavar="N", help="Beam search with N beams.")
 @option("Generation", "--seed", type=int, default=0, metavar="N", help="Seed of every generate.")
-@option("Generation", "--cache-implementation", "cache", metavar="NAME", help="dynamic, static, offloaded, quantized, …  [default: the model's]")
-@option("Generation", "--no-kv-cache", is_flag=True, help="Recompute all positions at each step, to see what the cache saves.")
-@option("Generation", "--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any other setting of generate(), such as repetition_penalty=1.1.")
-@option("Recording", "--detail", type=click.Choice(["layer", "block", "module"]), default="block", help="Whole layers; with norm, attention, MLP; or every module.")
-@option("Recording", "--every", type=click.IntRange(min=1), default=1, metavar="N", help="Record the spans of each Nth step only.")
+@option(
+    "Generation",
+    "--cache-implementation",
+    "cache",
+    metavar="NAME",
+    help="dynamic, static, offloaded, quantized, …  [default: the model's]",
+)
+@option(
+    "Generation",
+    "--no-kv-cache",
+    is_flag=True,
+    help="Recompute all positions at each step, to see what the cache saves.",
+)
+@option(
+    "Generation",
+    "--set",
+    "pairs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any other setting of generate(), such as repetition_penalty=1.1.",
+)
+@option(
+    "Recording",
+    "--detail",
+    type=click.Choice(["layer", "block", "module"]),
+    default="block",
+    help="Whole layers; with norm, attention, MLP; or every module.",
+)
+@option(
+    "Recording",
+    "--every",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Record the spans of each Nth step only.",
+)
 @option("Recording", "--steps", callback=_steps, metavar="A:B", help="Record the spans of steps A to B-1 only.")
-@option("Recording", "--logprobs", type=click.IntRange(min=1), metavar="K", help="Also record log-probability, entropy and the K likeliest tokens.")
-@option("Recording", "--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Generate N times first, unrecorded.")
-@option("Recording", "--repeats", type=click.IntRange(min=1), default=3, metavar="N", help="Trace the same generate N times.")
-@option("Recording", "--baseline/--no-baseline", default=True, help="Also generate untraced in turn, to show what tracing costs and that tokens agree.")
-@option("Output", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the trace.  [default: traces/<time>-<model>]")
+@option(
+    "Recording",
+    "--logprobs",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Also record log-probability, entropy and the K likeliest tokens.",
+)
+@option(
+    "Recording",
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=1,
+    metavar="N",
+    help="Generate N times first, unrecorded.",
+)
+@option(
+    "Recording",
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=3,
+    metavar="N",
+    help="Trace the same generate N times.",
+)
+@option(
+    "Recording",
+    "--baseline/--no-baseline",
+    default=True,
+    help="Also generate untraced in turn, to show what tracing costs and that tokens agree.",
+)
+@option(
+    "Output",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of the trace.  [default: traces/<time>-<model>]",
+)
 @option("Output", "--force", is_flag=True, help="Replace a trace that is in the folder.")
 @option("Output", "--report/--no-report", default=True, help="Write report.html into the trace.")
 @option("Output", "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
-@click.pass_context
-def run(ctx: click.Context, as_json: bool, report: bool, **given: Any) -> None:
+def run(as_json: bool, report: bool, **given: Any) -> None:
     """Generate from a prompt and trace every stage of it.
 
     Without options the embedded model continues a sentence; nothing is downloaded. The text and a
@@ -162,7 +307,9 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
             attention=given["attention"],
             trust_remote_code=given["trust_remote_code"],
         ),
-        prompts=Prompts(tuple(text for text in texts for _ in range(given["batch"])), given["chat"], given["prompt_length"]),
+        prompts=Prompts(
+            tuple(text for text in texts for _ in range(given["batch"])), given["chat"], given["prompt_length"]
+        ),
         options=Options(given["detail"], given["every"], *given["steps"]),
         max_new_tokens=given["max_new_tokens"],
         generation=_generation(given) | parse_settings(given["pairs"]),
@@ -264,7 +411,13 @@ def show(path: Path, as_json: bool) -> None:
 
 @main.command(short_help="Write the HTML report of a stored trace.")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write.  [default: report.html in the trace]")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where to write.  [default: report.html in the trace]",
+)
 def report(path: Path, output: Path | None) -> None:
     """Write the HTML report of the trace in PATH and print where it lies."""
     from .analysis.report import write_report

@@ -216,9 +216,7 @@ class Interpolation:
         if high - low < 2:
             return
         middle = (low + high) // 2
-        if first.keys == last.keys and _equal(
-            _between(first, last, low, high, middle), self._count(middle)
-        ):
+        if first.keys == last.keys and _equal(_between(first, last, low, high, middle), self._count(middle)):
             self.pieces += [(low, middle), (middle, high)]
             return
         self._divide(low, middle)
@@ -231,15 +229,11 @@ def _between(first: WorkTable, last: WorkTable, low: int, high: int, length: int
         first,
         numbers=_line(first.numbers, last.numbers, low, high, length),
         step=_line(first.step, last.step, low, high, length),
-        shapes=tuple(
-            _shapes_between(a, b, low, high, length) for a, b in zip(first.shapes, last.shapes, strict=True)
-        ),
+        shapes=tuple(_shapes_between(a, b, low, high, length) for a, b in zip(first.shapes, last.shapes, strict=True)),
     )
 
 
-def _line(
-    a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], low: int, high: int, at: int
-) -> npt.NDArray[np.int64]:
+def _line(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64], low: int, high: int, at: int) -> npt.NDArray[np.int64]:
     return a + (b - a) * (at - low) // (high - low)
 
 
@@ -283,9 +277,7 @@ class Completion:
                 self.of_step[step] = tables[length]
             for length, table in interpolation.counted.items():
                 steps = [s for s, at in zip(family.steps, family.lengths, strict=True) if at == length]
-                self.products += [
-                    {"signature": number, "steps": steps, **row} for row in table.products if steps
-                ]
+                self.products += [{"signature": number, "steps": steps, **row} for row in table.products if steps]
 
     def uncounted(self) -> list[dict[str, Any]]:
         """Modules that ran an operator without formula, with its names."""
@@ -332,7 +324,7 @@ class Completion:
             traffic = self.log.traffic.get(step) if step is not None else None
             moves = stage == "layer" and part in parts and layer is not None
             for position, name in enumerate(TRAFFIC):
-                if traffic is None or stage in ("layer", "nested") and not moves and part is None:
+                if traffic is None or (stage in ("layer", "nested") and not moves and part is None):
                     columns[name].append(None)
                 elif moves and layer < len(traffic):
                     columns[name].append(traffic[layer][position])
@@ -384,7 +376,9 @@ def _call_codes(rows: pa.Table) -> tuple[npt.NDArray[np.int64], list[tuple[str, 
     modules, indices = rows["module"].to_pylist(), rows["call_index"].to_pylist()
     parts, parents = rows["part"].to_pylist(), rows["parent"].to_pylist()
     row_of_span = {span: number for number, span in enumerate(rows["span"].to_pylist())}
-    codes, numbering, keys = [], {}, []
+    codes: list[int] = []
+    numbering: dict[tuple[str, int] | None, int] = {}
+    keys: list[tuple[str, int] | None] = []
     for module, index, part, parent in zip(modules, indices, parts, parents, strict=True):
         key: tuple[str, int] | None = (module, index) if module is not None else None
         if key is None and part == "attention_core" and parent in row_of_span:

@@ -15,6 +15,8 @@ import torch
 
 from lifetrace.errors import LifetraceError, RunError, UsageError
 
+from lifetrace.hooks.memory import peak_reader
+
 from . import logprobs, workload
 from .session import Options, Session, folder_name, jsonable, status_of
 from .workload import Loaded, ModelSource, Prompts, first_line
@@ -105,6 +107,10 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
         warmed = _warm_up(settings, loaded, progress)
         _alternate(settings, loaded, session, progress, untraced, traced)
         session.facts["overhead"] = overhead(untraced, traced) if settings.baseline else None
+        if loaded.device.type == "cuda":
+            progress("measuring memory by stage")
+            inputs = workload.encode(settings.prompts, loaded)
+            session.measure_memory(lambda: _generate(settings, loaded, inputs), peak_reader(loaded.device))
         if settings.logprobs is not None:
             progress("reading log-probabilities")
             session.token_details = logprobs.details(loaded.model, session.sequences(), settings.logprobs)
@@ -114,6 +120,7 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
             raise
         if _refused(error, warmed + untraced + traced):
             remove_trace(session.path)
+            session.path.rmdir()
             raise UsageError(f"generate() refused these settings: {first_line(error)}.") from error
         raise _run_error(error, session) from error
     progress("counting and writing")

@@ -25,6 +25,7 @@ from lifetrace.hooks.replay import Replayer, ReplayError
 from . import environment
 from .counts import Completion, WorkLog, set_column
 from .logprobs import Sequence, TokenKey
+from .stage_memory import StageMemory
 from .steps import StepReader, table_of
 from .tokens import StepTokens, TokenReader
 from .writer import TraceWriter, prepare_folder
@@ -92,6 +93,8 @@ class Session:
         self.recorder.on_toggle = self.attachment.toggle
         self.tokens = TokenReader(tokenizer, self.run_id)
         self.work = WorkLog()
+        self.stage_memory = StageMemory(self.slots)
+        self._ordinals: dict[int, int] = {}
         self.uncounted: list[dict[str, Any]] | None = None
         self.uncountable: list[str] = []
         self.loose_spans: list[dict[str, Any]] = []
@@ -140,6 +143,22 @@ class Session:
         }
         self._guarded(lambda: self.writer.manifest(self.manifest))
 
+    def measure_memory(self, work: Callable[[], object], read: Callable[[], tuple[int, int]]) -> None:
+        """Do the same work once more, untimed, and read memory at each mark."""
+        recorder = Recorder(
+            memory.MemoryTape(read), self.stage_memory.note, lambda: (None, None, None), wants=self.options.wants
+        )
+        attachment = Attachment(self.model, self.slots, recorder)
+        recorder.on_toggle = attachment.toggle
+        generation.watch(self.model, recorder)
+        attachment.attach()
+        try:
+            work()
+        finally:
+            attachment.detach()
+            generation.unwatch(self.model)
+            recorder.flush()
+
     def span(self, stage: str, start_ns: int, end_ns: int) -> None:
         """Note a stage outside the model, tokenize or detokenize; written with the next steps."""
         row = {
@@ -166,6 +185,7 @@ class Session:
         rows = self.reader.read(steps, [step.detailed for step in steps], memory.rss_bytes())
         self.tokens.note(steps, rows.steps)
         self.work.note(steps)
+        self._ordinals |= {step.index: step.ordinal for step in steps}
         self.writer.part("steps", rows.steps)
         self.writer.part("spans", pa.concat_tables([self._loose(), rows.spans]).unify_dictionaries())
         self.writer.part("kv", rows.kv)
@@ -198,7 +218,7 @@ class Session:
             tokens |= by_step
         work = self._count()
         self.writer.complete("steps", lambda rows: _with_token_counts(work.steps(rows), tokens))
-        self.writer.complete("spans", work.spans)
+        self.writer.complete("spans", lambda rows: self.stage_memory.fill(work.spans(rows), self._ordinals))
         self.writer.complete("kv", lambda rows: rows)
         self.writer.complete("tokens", lambda rows: rows)
         self.writer.table("modules", self._modules())
@@ -346,7 +366,7 @@ def folder_name(model_id: str) -> str:
     return f"{datetime.now():%Y%m%d-%H%M%S}-{safe[:60]}"
 
 
-class trace:  # noqa: N801 - a context manager that reads as a verb, like `open`
+class trace:
     """Trace every generate of a model inside a `with` block.
 
     Example::
@@ -426,5 +446,3 @@ def status_of(error: BaseException | None) -> str:
     if out_of_memory or "can't allocate memory" in str(error):
         return "oom"
     return "failed"
-
-

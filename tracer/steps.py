@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -82,8 +83,7 @@ def _in_order(rows: list[Row]) -> list[Row]:
     order = sorted(range(len(rows)), key=lambda i: (rows[i].start, -rows[i].end, i))
     new_number = {old: new for new, old in enumerate(order)}
     return [
-        row if row.parent is None else replace(row, parent=new_number[row.parent])
-        for row in (rows[i] for i in order)
+        row if row.parent is None else replace(row, parent=new_number[row.parent]) for row in (rows[i] for i in order)
     ]
 
 
@@ -125,9 +125,7 @@ def _sampling(part: str) -> Place:
     return Place("sample", part=part)
 
 
-def _forward_rows(
-    calls: list[tuple[int, int, int]], slots: Sequence[Slot], start: int, end: int
-) -> list[Row]:
+def _forward_rows(calls: list[tuple[int, int, int]], slots: Sequence[Slot], start: int, end: int) -> list[Row]:
     """Rows of the modules inside the forward, with the gaps at its top level as `other`."""
     rows: list[Row] = []
     open_rows: list[int] = []
@@ -201,7 +199,7 @@ def _name_inside(rows: list[Row], number: int, children: dict[int, list[int]]) -
             part = "attention_core" if attention else "activation"
             rows[i] = replace(rows[i], place=replace(rows[i].place, part=part))
     if attention and len(matrices) > 1:
-        _add_core(rows, number, [i for i in children[number]])
+        _add_core(rows, number, children[number])
 
 
 def _add_core(rows: list[Row], number: int, direct: list[int]) -> None:
@@ -270,8 +268,7 @@ class StepReader:
         marks = [step.marks() for step in steps]
         patterns = [self._pattern(m.codes.tobytes()) for m in marks]
         step_rows = [
-            self._step_row(step, m, pattern, rss_bytes)
-            for step, m, pattern in zip(steps, marks, patterns, strict=True)
+            self._step_row(step, m, pattern, rss_bytes) for step, m, pattern in zip(steps, marks, patterns, strict=True)
         ]
         wanted = dict(zip((step.index for step in steps), detailed, strict=True))
         first_span = self.next_span
@@ -348,8 +345,7 @@ class StepReader:
             "device_ns": _device_column(rows, marks),
         }
         columns |= {
-            name: _tile(values, field_type, count)
-            for name, (values, field_type) in self._pattern_columns(rows).items()
+            name: _tile(values, field_type, count) for name, (values, field_type) in self._pattern_columns(rows).items()
         }
         return _conform(columns, schema.SPANS, count * len(rows))
 
@@ -390,7 +386,7 @@ def phase_of(step: Step) -> str:
     return "prefill" if step.prefill else "decode"
 
 
-def table_of(table: schema.Table, rows: Sequence[dict[str, object]]) -> pa.Table:
+def table_of(table: schema.Table, rows: Sequence[dict[str, Any]]) -> pa.Table:
     """Build an Arrow table from rows; a column that no row names is null."""
     columns = {
         column.name: pa.array([row.get(column.name) for row in rows], type=_plain(column.type))

@@ -104,7 +104,15 @@ class TokenReader:
         steps = [s for s in self._steps.get(call.index, []) if s.length_after is not None]
         if tokens is None:
             return dict.fromkeys(
-                ("sequences", "prompt_tokens", "new_tokens", "stop_reason", "stop_reasons", "first_token_ns", "last_token_ns")
+                (
+                    "sequences",
+                    "prompt_tokens",
+                    "new_tokens",
+                    "stop_reason",
+                    "stop_reasons",
+                    "first_token_ns",
+                    "last_token_ns",
+                )
             )
         reasons = [self._reason(call, tokens, sequence) for sequence in range(len(tokens.ids))]
         new = [end - tokens.prompt_length for end in tokens.ends]
@@ -135,9 +143,7 @@ class TokenReader:
                     key = (sequence, first, tuple(row[first:end]))
                     owners.setdefault(key, []).append(call.index)
                     lengths[key] = tokens.prompt_length - first
-        return [
-            Sequence(tuple(calls_), key[0], key[1], lengths[key], key[2]) for key, calls_ in owners.items()
-        ]
+        return [Sequence(tuple(calls_), key[0], key[1], lengths[key], key[2]) for key, calls_ in owners.items()]
 
     def _tokens(self, call: Call) -> CallTokens | None:
         """The call's ids, brought to the host once it has ended."""

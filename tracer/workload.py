@@ -88,7 +88,11 @@ def load(source: ModelSource) -> Loaded:
     if source.device_map is None:
         model = model.to(device)
     tokenizer = _tokenizer(source)
-    facts = {"id": source.name, "revision": source.revision, "weights": "random" if source.random_weights else "trained"}
+    facts = {
+        "id": source.name,
+        "revision": source.revision,
+        "weights": "random" if source.random_weights else "trained",
+    }
     return Loaded(model.eval(), tokenizer, device, facts)
 
 
@@ -107,7 +111,11 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            have = f"this machine has {count} CUDA device{'s' * (count != 1)}" if count else "no CUDA device is visible here"
+            have = (
+                f"this machine has {count} CUDA device{'s' * (count != 1)}"
+                if count
+                else "no CUDA device is visible here"
+            )
             raise UsageError(f"There is no device {name}: {have}. Use --device cpu, or auto.")
     elif device.type != "cpu":
         raise UsageError(f"lifetrace runs on cpu and cuda, not on {device.type!r}; give --device cpu.")
@@ -145,7 +153,9 @@ def _location(source: ModelSource) -> tuple[str, dict[str, Any]]:
     looks_local = path.exists() or source.model.startswith((".", "/", "~")) or source.model.count("/") > 1
     if looks_local and not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
-        raise ModelError(f"{source.model} {kind}; --model takes a hub id, a folder with a config.json, or a .gguf file.")
+        raise ModelError(
+            f"{source.model} {kind}; --model takes a hub id, a folder with a config.json, or a .gguf file."
+        )
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"The folder {source.model} has no config.json; give the folder that save_pretrained wrote.")
     return source.model, options
@@ -210,7 +220,7 @@ def config_from_catalogue(name: str) -> Any:
 def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     """The asked dtype; `auto` is the checkpoint's, and float32 on a CPU."""
     if name != "auto":
-        return getattr(torch, name)  # type: ignore[no-any-return]
+        return getattr(torch, name)
     if device.type == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None)
@@ -249,7 +259,7 @@ def _device_map(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UsageError(f"--device-map is no JSON: {error}. Give auto, or {{\"module\": \"device\"}}.") from None
+        raise UsageError(f'--device-map is no JSON: {error}. Give auto, or {{"module": "device"}}.') from None
 
 
 def _random_model(source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -289,14 +299,17 @@ def _load_error(source: ModelSource, error: Exception) -> ModelError:
     if "trust_remote_code" in text or "custom code" in text:
         return ModelError(f"{name} brings its own code; add --trust-remote-code if you trust it.")
     if name.endswith(".gguf"):
-        return ModelError(f"{name} cannot be read as GGUF: {first_line(error)}. The file may be cut short; get it again.")
+        return ModelError(
+            f"{name} cannot be read as GGUF: {first_line(error)}. The file may be cut short; get it again."
+        )
     if not Path(name).exists():
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") else ""
         near = difflib.get_close_matches(name, [DEMO, *catalogue()], n=3)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         return ModelError(
             f"The model {name} could not be had from the hub{offline}: it is not cached here, and it is "
-            f"unknown there or the network cannot be reached.{hint} A local folder, a .gguf file or `demo` needs no network."
+            f"unknown there or the network cannot be reached.{hint} "
+            "A local folder, a .gguf file or `demo` needs no network."
         )
     return ModelError(f"{name} cannot be loaded: {first_line(error)}.")
 

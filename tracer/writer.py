@@ -48,6 +48,8 @@ def remove_trace(path: Path) -> None:
     for table in schema.TABLES.values():
         for file in path.glob(f"{table.name}/part-*.parquet"):
             file.unlink()
+        if (path / table.name).is_dir():
+            (path / table.name).rmdir()
         (path / f"{table.name}.parquet").unlink(missing_ok=True)
     (path / "report.html").unlink(missing_ok=True)
     (path / MANIFEST).unlink()
@@ -113,9 +115,8 @@ class TraceWriter:
                 name,
                 compression="zstd",
                 use_dictionary=words + lists,
-                column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED") | {
-                    name: "BYTE_STREAM_SPLIT" for name in numbers if name in DURATIONS
-                },
+                column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED")
+                | {name: "BYTE_STREAM_SPLIT" for name in numbers if name in DURATIONS},
             )
 
         self._put(path, write)

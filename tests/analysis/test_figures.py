@@ -14,7 +14,7 @@ from lifetrace.analysis import figures, read_trace, schema
 from lifetrace.analysis.trace import Trace
 
 MS = 1_000_000
-# what one detailed step is made of: 1 prepare, 2 embed, layers of 10 (1 norm, 3 attention, 5 mlp, 1 own), 4 sample
+# a detailed step: 1 prepare, 2 embed, layers of 10 (1 norm, 3 attention, 5 mlp, 1 own), 4 sample
 LAYER_MS, OUTER_MS = 10, 7
 
 
@@ -122,7 +122,7 @@ def test_timeline_stacks_blocks_as_bars_and_many_steps_as_areas(tmp_path):
 
 def test_a_long_prefill_does_not_flatten_the_decode_steps(tmp_path):
     rows = [step_row(0, 0, 1000, forward_ns=1000 * MS)]
-    rows += [step_row(i, 1000 + 10 * i, 10, forward_ns=10 * MS) for i in range(1, 100)]
+    rows += [step_row(i, 990 + 10 * i, 10, forward_ns=10 * MS) for i in range(1, 100)]
     figure = figures.timeline(write_trace(tmp_path, steps=rows))
     assert figure.layout.yaxis.range[1] < 20
     assert figure.layout.annotations[0].text == "tallest 1.00 s, cut off"
@@ -138,10 +138,8 @@ def test_heat_map_leaves_holes_where_a_layer_has_no_time(tmp_path):
 
 
 def test_kv_growth_breaks_the_line_between_calls(tmp_path):
-    rows = [
-        step_row(i, i, 1, call=i // 2, kv_bytes=(2e6, 3e6)[i % 2], kv_allocated_bytes=4e6) for i in range(4)
-    ]
-    rows = [row | {"kv_bytes": int(row["kv_bytes"]), "kv_allocated_bytes": 4_000_000} for row in rows]
+    held = {"kv_allocated_bytes": 4_000_000}
+    rows = [step_row(i, i, 1, call=i // 2, kv_bytes=(2_000_000, 3_000_000)[i % 2], **held) for i in range(4)]
     allocated, filled = figures.kv_growth(write_trace(tmp_path, steps=rows)).data
     np.testing.assert_array_equal(filled.y, np.array([2, 3, np.nan, 2, 3], dtype=np.float32))
     np.testing.assert_array_equal(allocated.y, np.array([4, 4, np.nan, 4, 4], dtype=np.float32))

@@ -3,6 +3,7 @@
 from array import array
 
 import pytest
+
 from lifetrace.hooks.clocks import CudaTape, HostTape
 
 

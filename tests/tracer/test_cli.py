@@ -8,11 +8,11 @@ from importlib import resources
 
 import pytest
 from click.testing import CliRunner
-from reference_model import R_SIZES
 from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 import lifetrace
 from lifetrace.cli import main
+from reference_model import R_SIZES
 
 QUICK = ["--no-report", "--no-baseline", "--warmup", "0", "--repeats", "1"]
 
@@ -149,7 +149,6 @@ def test_logprobs_are_those_of_the_models_own_distribution(random_r):
         (["--prompt-length", "600"], ["600 tokens", "512", "shorten"]),
         (["--prompt", "a\udc80b"], ["lone surrogate at character 1"]),
         (["--prompt-file", "nowhere.txt"], ["nowhere.txt", "No such file"]),
-        (["--model", "./nowhere"], ["./nowhere does not exist"]),
         (["--device", "cuda:63"], ["no device cuda:63", "--device cpu"]),
         (["--device", "tpu"], ["no device 'tpu'"]),
         (["--dtype", "float64"], ["float64", "bfloat16"]),
@@ -167,7 +166,6 @@ def test_logprobs_are_those_of_the_models_own_distribution(random_r):
     ],
 )
 def test_a_mistake_gets_a_sentence(random_r, tmp_path, extra, words):
-    extra = ["--weights", "trained", "--config", "", *extra] if "--model" in extra else extra
     assert refused(invoke(*random_r, *extra), *words)
     assert not list(tmp_path.glob("traces/*"))
 
@@ -187,16 +185,25 @@ def test_an_empty_prompt_without_begin_token_is_refused(tmp_path, monkeypatch):
 
 def test_models_that_are_no_causal_language_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     BertForSequenceClassification(BertConfig(**sizes)).save_pretrained("classifier")
     T5ForConditionalGeneration(
         T5Config(vocab_size=60, d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8)
     ).save_pretrained("t5")
     (tmp_path / "empty").mkdir()
-    assert refused(invoke("run", *QUICK, "--model", "classifier"), "BertForSequenceClassification", "AutoModelForCausalLM")
+    assert refused(
+        invoke("run", *QUICK, "--model", "classifier"), "BertForSequenceClassification", "AutoModelForCausalLM"
+    )
     assert refused(invoke("run", *QUICK, "--model", "t5"), "encoder–decoder")
     assert refused(invoke("run", *QUICK, "--model", "empty"), "no config.json")
     assert refused(invoke("run", *QUICK, "--model", "nobody/nothing"), "nobody/nothing", "offline mode is on")
+    assert refused(invoke("run", *QUICK, "--model", "./nowhere"), "./nowhere does not exist")
     assert refused(invoke("run", *QUICK, "--model", "missing.gguf"), "no file missing.gguf")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     assert refused(invoke("run", *QUICK, "--model", "cut.gguf"), "cannot be read as GGUF", "cut short")

@@ -10,7 +10,6 @@ from importlib import resources
 
 import pytest
 import torch
-from reference_model import R_SIZES
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,13 +25,19 @@ from transformers import (
 )
 
 import lifetrace
+from reference_model import R_SIZES
 
 
 def hooks_of(model):
     """Everything that tracing could leave behind in a model or its class."""
     found = []
     for name, module in model.named_modules():
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        for kind in (
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_forward_hooks_with_kwargs",
+            "_forward_hooks_always_called",
+        ):
             found += [(name, kind, repr(hook)) for hook in getattr(module, kind).values()]
         found += [(name, key) for key in sorted(vars(module))]
     cls = type(model)
@@ -292,7 +297,10 @@ def test_nothing_is_kept_alive(model_r, prompt_12, tmp_path):
 
 def test_a_model_is_traced_once_at_a_time(model_r, prompt_12, tmp_path):
     with lifetrace.trace(model_r, out=tmp_path / "a"):
-        with pytest.raises(lifetrace.ModelError, match="being traced already"), lifetrace.trace(model_r, out=tmp_path / "b"):
+        with (
+            pytest.raises(lifetrace.ModelError, match="being traced already"),
+            lifetrace.trace(model_r, out=tmp_path / "b"),
+        ):
             pass
         model_r.generate(prompt_12, max_new_tokens=2)
     assert len(lifetrace.read_trace(tmp_path / "a").steps) == 2

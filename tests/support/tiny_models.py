@@ -1,0 +1,217 @@
+"""Builds a tiny random model of every causal-LM type that the installed transformers has.
+
+A config is made small by rules on the names of its attributes; lists with one entry a layer
+are thinned so that each kind of layer stays. What the rules cannot know stands in `OVERRIDES`.
+"""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LAYERS, HEADS, HEAD_WIDTH, VOCABULARY, POSITIONS = 4, 4, 16, 128, 128
+HIDDEN = HEADS * HEAD_WIDTH
+
+# The size of an attribute, by name; only attributes that a config has are set.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
+         "encoder_layers", "num_encoder_layers", "num_blocks"),
+        LAYERS,
+    ),
+    **dict.fromkeys(("depth", "num_global_layers"), 2),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "word_embed_proj_dim", "lru_width",
+         "attention_hidden_size", "out_hidden_size", "embedding_dim", "input_embedding_size"),
+        HIDDEN,
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "attention_heads",
+         "swa_num_attention_heads", "index_n_heads", "linear_num_heads", "linear_num_value_heads"),
+        HEADS,
+    ),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "linear_num_key_heads",
+         "num_query_groups"),
+        2,
+    ),
+    **dict.fromkeys(
+        ("head_dim", "v_head_dim", "dim_head", "d_head", "attention_head_size", "swa_head_dim", "linear_head_dim",
+         "linear_key_head_dim", "linear_value_head_dim", "index_head_dim", "kv_channels", "qk_nope_head_dim"),
+        HEAD_WIDTH,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "moe_intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim",
+         "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_hidden_size", "dff", "dim_ff", "d_inner",
+         "n_inner", "feed_forward_size", "expert_ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp",
+         "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "mlp_dim"),
+        96,
+    ),
+    **dict.fromkeys(
+        ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"), 4
+    ),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2
+    ),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "hc_lowrank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
+    "qk_head_dim": HEAD_WIDTH + 8,
+    "index_topk": 8,
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size"), 8),
+    "attention_chunk_size": 8,
+    **dict.fromkeys(
+        ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_dt_rank"), 8
+    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), POSITIONS),
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
+    "hidden_size_per_layer_input": 8,
+    "num_nextn_predict_layers": 0,
+    **dict.fromkeys(("image_size", "crop_size"), 28),
+    "type_vocab_size": 2,
+}
+
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_SMALL_INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2,
+}
+
+# What a type needs beyond the rules; `default` goes to the constructor of the default config.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "dory": {"n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2, "num_hidden_layers": 8,
+             "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "hunyuan_v1_dense": {"head_dim": HEAD_WIDTH},
+    "hunyuan_v1_moe": {"head_dim": HEAD_WIDTH},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"head_dim": 2 * HEAD_WIDTH, "n_groups": 1},
+    "ministral": {"head_dim": HEAD_WIDTH},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": _SMALL_INDEXER,
+    "qwen4_exp": {"text_config": _SMALL_INDEXER},
+    "reformer": {"axial_pos_embds_dim": [16, HIDDEN - 16], "axial_pos_shape": [8, 16]},
+    "xmod": {"default_language": "en_XX"},
+}
+
+NOT_BUILT: dict[str, str] = {
+    "gemma4_assistant": "drafts for another model, whose keys and values its forward needs",
+    "gemma4_unified_assistant": "drafts for another model, whose keys and values its forward needs",
+}
+
+TYPES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NOT_BUILT)
+
+
+def tiny_config(model_type: str) -> Any:
+    """A small config of a model type."""
+    overrides = copy.deepcopy(OVERRIDES.get(model_type, {}))
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class(**overrides.pop("default", {})).to_dict()
+    sizes = small(default)
+    merge(sizes, overrides)
+    drop = sizes.pop("drop", ())
+    config = config_class(**{name: value for name, value in sizes.items() if name not in drop})
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    return config
+
+
+def small(default: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a config that its small form sets."""
+    sizes = {name: _size(name, default[name]) for name in default if name in SIZES}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    sizes |= _attention_widths(default)
+    sizes |= _token_ids(default)
+    sizes |= _thinned_lists(default)
+    for name, value in default.items():
+        if isinstance(value, dict) and (name.endswith("config") or "model_type" in value):
+            sizes[name] = small(value) | {k: value[k] for k in ("model_type",) if k in value}
+    return sizes
+
+
+def _size(name: str, default: Any) -> Any:
+    """The small size, in the shape of the default; a default of 0 or None switches something off and stays."""
+    if isinstance(default, bool) or default is None or default == 0:
+        return None
+    if isinstance(default, list):
+        return [SIZES[name]] * LAYERS
+    return min(SIZES[name], default) if isinstance(default, int) else None
+
+
+def _attention_widths(default: dict[str, Any]) -> dict[str, int]:
+    """Heads keep their relations: as many KV heads as heads where the default says so, a rotary head of latents."""
+    widths = {}
+    heads = default.get("num_attention_heads")
+    if heads and default.get("num_key_value_heads", 0) == heads:
+        widths["num_key_value_heads"] = HEADS
+    rotary = default.get("qk_rope_head_dim")
+    if rotary and default.get("head_dim") == rotary:
+        widths["head_dim"] = SIZES["qk_rope_head_dim"]
+    return widths
+
+
+def _token_ids(default: dict[str, Any]) -> dict[str, Any]:
+    """Special tokens inside the vocabulary; no end, so that every generate runs to its length."""
+    ids: dict[str, Any] = {}
+    for number, name in enumerate(sorted(default)):
+        if name in ("bos_token_id", "decoder_start_token_id"):
+            ids[name] = 1
+        elif name == "eos_token_id":
+            ids[name] = None
+        elif name == "pad_token_id":
+            ids[name] = 0
+        elif name.endswith(("_token_id", "_token_index")) and isinstance(default[name], int):
+            ids[name] = VOCABULARY - 1 - number % 32
+    return ids
+
+
+def _thinned_lists(default: dict[str, Any]) -> dict[str, list[Any]]:
+    """Lists with one word a layer, thinned together to LAYERS entries with every kind among them."""
+    depth = next((default[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if default.get(n)), None)
+    lists = {
+        name: value
+        for name, value in default.items()
+        if isinstance(value, list) and len(value) == depth and all(isinstance(item, str | float) for item in value)
+    }
+    if not lists or depth <= LAYERS:
+        return lists
+    rows = list(zip(*lists.values(), strict=True))
+    first = sorted({row: position for position, row in reversed(list(enumerate(rows)))}.values())
+    kept = sorted((first + [position for position in range(depth) if position not in first])[:LAYERS])
+    return {name: [value[position] for position in kept] for name, value in lists.items()}
+
+
+def merge(into: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Lay changes over nested dictionaries."""
+    for name, value in changes.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def tiny_model(model_type: str, **settings: Any) -> Any:
+    """A tiny random model of a type, the same at every call; `settings` go to `_from_config`."""
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config, **settings).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompt(model_type: str) -> torch.Tensor:
+    """Twelve prompt tokens, none of them special."""
+    return torch.arange(3, 15)[None]
