@@ -33,10 +33,10 @@ bench: $(VENV)/installed ## measure what tracing costs, and write it into docs/o
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py --write
 
 docs: $(VENV)/installed ## write docs/trace-format.md from the schema
-	$(BIN)/python -m lifetrace.analysis.schema > docs/trace-format.md
+	$(BIN)/python -c 'from lifetrace.analysis.schema import markdown; print(markdown(), end="")' > docs/trace-format.md
 
 samples: $(VENV)/installed ## record the traces in sample_traces again
-	$(BIN)/python sample_traces/record.py
+	sample_traces/record.sh $(abspath $(BIN))
 
 # The installed layout as links: mypy and import-linter cannot follow an editable install of mapped folders.
 .tree:

@@ -2,7 +2,7 @@
 
 This module is the one place where a column is named, typed and explained. The writer takes
 its Arrow schemas from here, the reader checks against them, and `docs/trace-format.md` is
-printed from here by `python -m lifetrace.analysis.schema`.
+printed from here by `make docs`.
 """
 
 from dataclasses import dataclass
@@ -261,13 +261,24 @@ MANIFEST_KEYS = {
 }
 
 
-def _markdown() -> str:
+def markdown() -> str:
+    """The format as a page of the documentation."""
     lines = ["# The trace format", "", f"Version {FORMAT_VERSION}. Printed from `analysis/schema.py`.", ""]
-    lines += ["A missing measurement is null. Times are nanoseconds on one monotonic clock. Columns marked", ""]
-    lines[-1:] = ["† are null while the run goes and are completed when it ends.", ""]
+    lines += [
+        "A missing measurement is null. Times are nanoseconds on one monotonic clock. Columns marked †",
+        "are null while the run goes and are completed when it ends.",
+        "",
+    ]
     for table in TABLES.values():
         where = f"{table.name}/part-….parquet" if table.in_parts else f"{table.name}.parquet"
-        lines += [f"## {table.name}", "", f"`{where}`: {table.row}.", "", "| column | type | meaning |", "|---|---|---|"]
+        lines += [
+            f"## {table.name}",
+            "",
+            f"`{where}`: {table.row}.",
+            "",
+            "| column | type | meaning |",
+            "|---|---|---|",
+        ]
         for column in table.columns:
             mark = " †" if column.completed_at_close else ""
             lines.append(f"| `{column.name}`{mark} | {_type_word(column.type)} | {column.meaning} |")
@@ -282,6 +293,3 @@ def _type_word(type_: pa.DataType) -> str:
         return str(type_.value_type)
     return f"list of {type_.value_type}" if pa.types.is_list(type_) else str(type_)
 
-
-if __name__ == "__main__":
-    print(_markdown(), end="")

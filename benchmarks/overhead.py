@@ -1,0 +1,150 @@
+"""What tracing costs: traced ÷ untraced generate, in turn, in one process.
+
+    python benchmarks/overhead.py            print the table
+    python benchmarks/overhead.py --write    write it into docs/overhead.md too
+
+Pairs of an untraced and a traced generate follow each other, so that drift meets both alike;
+which comes first alternates. The figure is the median of the pairs' ratios with its quartiles. Attaching and
+detaching lies outside the timed part, writing parts lies inside. The toy is a random Llama of
+30 layers, 64 wide: nearly all of its time is Python and dispatch, a stand-in for a launch-bound
+decode on a GPU.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+import torch
+from smollm2 import smollm2_checkpoint
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from lifetrace import environment
+from lifetrace.hooks.attach import DETAILS
+from lifetrace.session import Options, Session
+
+NEW_TOKENS = 24
+PROMPT = torch.arange(3, 15)[None]
+DOCUMENT = Path(__file__).parent.parent / "docs" / "overhead.md"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The ratio at one detail level: median and quartiles over pairs, untraced time of a step."""
+
+    model: str
+    detail: str
+    every: int
+    median: float
+    low: float
+    high: float
+    pairs: int
+    step_ms: float
+
+
+def toy() -> Any:
+    """Thirty layers, 64 wide."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 30}
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+    ).eval()
+
+
+def smollm2() -> Any:
+    """SmolLM2-135M-Instruct in float32."""
+    return AutoModelForCausalLM.from_pretrained(smollm2_checkpoint()).eval()
+
+
+def generate_seconds(model: Any) -> float:
+    """Time of one greedy generate."""
+    start = time.perf_counter()
+    model.generate(PROMPT, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    return time.perf_counter() - start
+
+
+def measure(name: str, model: Any, detail: str, every: int, pairs: int) -> Cost:
+    """Compare pairs of generates at one detail level."""
+    ratios, alone = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(model, Path(folder) / "trace", Options(detail=detail, every=every))
+        session.start(attach=False)
+        generate_seconds(model)
+        for pair in range(pairs):
+            seconds = {}
+            for traced in (False, True) if pair % 2 else (True, False):
+                if traced:
+                    session.attach()
+                seconds[traced] = generate_seconds(model)
+                session.detach()
+            ratios.append(seconds[True] / seconds[False])
+            alone.append(seconds[False])
+        session.recorder.flush()
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return Cost(name, detail, every, middle, low, high, pairs, statistics.median(alone) / NEW_TOKENS * 1e3)
+
+
+def table(costs: list[Cost]) -> str:
+    """The results as Markdown."""
+    lines = ["| model | detail | traced ÷ untraced | quartiles | pairs | untraced step |", "|---|---|---|---|---|---|"]
+    for cost in costs:
+        detail = cost.detail if cost.every == 1 else f"{cost.detail}, every {cost.every}th step"
+        lines.append(
+            f"| {cost.model} | {detail} | {cost.median:.3f} | {cost.low:.3f}–{cost.high:.3f} "
+            f"| {cost.pairs} | {cost.step_ms:.2f} ms |"
+        )
+    return "\n".join(lines)
+
+
+def document(costs: list[Cost]) -> str:
+    """The page that `--write` leaves."""
+    versions = environment.versions()
+    device = environment.device_facts(torch.device("cpu"))
+    return "\n".join(
+        [
+            "# What tracing costs",
+            "",
+            "Written by `make bench`, which runs `benchmarks/overhead.py`: pairs of an untraced and a traced",
+            f"generate of {NEW_TOKENS} tokens in turn, in one process on one thread. The figure is the median of the",
+            "pairs' ratios.",
+            "",
+            f"{device['name']}, {platform.system()}, Python {versions['python']}, torch {versions['torch']}, "
+            f"transformers {versions['transformers']}.",
+            "",
+            table(costs),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"write the table into {DOCUMENT.name}")
+    parser.add_argument("--pairs", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    costs = []
+    for name, build, pairs, everies in (
+        ("30-layer, 64-wide random Llama", toy, options.pairs, (1, 8)),
+        ("SmolLM2-135M", smollm2, max(options.pairs // 3, 4), (1,)),
+    ):
+        model = build()
+        for every in everies:
+            for detail in DETAILS:
+                costs.append(measure(name, model, detail, every, pairs))
+                print(costs[-1], file=sys.stderr, flush=True)
+    print(table(costs))
+    if options.write:
+        DOCUMENT.write_text(document(costs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

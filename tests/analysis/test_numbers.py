@@ -1,0 +1,62 @@
+"""Latency and breakdown of a trace whose times are round numbers."""
+
+import pytest
+from stored_traces import MS, one_call, write_trace
+
+from lifetrace.analysis import breakdown, latency, read_trace
+from lifetrace.analysis.latency import percentile
+
+
+def test_latency(tmp_path):
+    times = latency(read_trace(one_call(tmp_path / "t")))
+    assert times.ttft_ns == 10 * MS
+    assert times.tpot_ns == (25 - 10) / 3 * MS
+    assert times.itl_p50_ns == 5 * MS  # gaps of 4, 5 and 6 ms
+    assert times.itl_p90_ns == pytest.approx(5.8 * MS)
+    assert times.prefill_tokens_per_s == pytest.approx(3 / 0.010)
+    assert times.decode_tokens_per_s == pytest.approx(3 / 0.015)
+    assert (times.prompt_tokens, times.new_tokens, times.sequences) == (3, 4, 1)
+
+
+def test_a_single_token_has_no_time_per_output_token(tmp_path):
+    call = {
+        "call": 0, "parent_step": None, "request_start_ns": 0, "first_token_ns": 7 * MS, "last_token_ns": 7 * MS,
+        "new_tokens": [1], "prompt_tokens": [2], "sequences": 1,
+    }  # fmt: skip
+    times = latency(read_trace(write_trace(tmp_path / "t", {}, calls=[call])))
+    assert times.ttft_ns == 7 * MS
+    assert times.tpot_ns is None
+    assert times.decode_tokens_per_s is None
+    assert times.itl_p50_ns is None
+
+
+def test_percentiles_interpolate_between_neighbours():
+    assert percentile([], 0.5) is None
+    assert percentile([3], 0.99) == 3
+    assert percentile([1, 2, 3, 4], 0.5) == 2.5
+    assert percentile([0, 10], 0.95) == 9.5
+
+
+def test_breakdown_adds_up_to_the_steps(tmp_path):
+    rows = {(row.phase, row.stage, row.part): row for row in breakdown(read_trace(one_call(tmp_path / "t")))}
+    assert rows["prefill", "layer", None].time_ns == 6 * MS
+    assert rows["prefill", "layer", None].share == pytest.approx(0.6)
+    assert rows["prefill", "layer", "attention"].time_ns == 2 * MS
+    assert rows["prefill", "layer", "own"].time_ns == 2 * MS
+    assert rows["decode", "layer", None].time_ns == 6 * MS
+    assert rows["decode", "sample", None].time_ns == (2 + 3 + 4) * MS
+    for phase, total in (("prefill", 10), ("decode", 15)):
+        assert sum(r.time_ns for k, r in rows.items() if k[0] == phase and k[2] is None) == total * MS
+    order = [row.stage for row in breakdown(read_trace(tmp_path / "t")) if row.phase == "prefill" and not row.part]
+    assert order == ["prepare", "embed", "layer", "sample"]
+
+
+def test_a_trace_without_rows_has_a_summary(tmp_path):
+    from lifetrace.analysis.summary import summarize
+
+    summary = summarize(read_trace(write_trace(tmp_path / "t", {}, status="running")))
+    assert summary.status == "running"
+    assert summary.stages == []
+    assert summary.latency.ttft_ns is None
+    assert summary.kv_bytes is None
+    assert summary.flops_prefill is None
