@@ -1,6 +1,7 @@
 """Where the time went: by phase, stage and part, so that the rows add up to the steps' wall time."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import narwhals as nw
 
@@ -32,7 +33,9 @@ def breakdown(trace: Trace) -> list[StageTime]:
     Only top-level steps count (a forward inside another step is that step's `nested` row), and
     only steps whose spans were recorded; times are per call.
     """
-    spans = nw.from_native(trace.table("spans").select(["step", "phase", "span", "parent", "stage", "part", "start_ns", "host_ns"]))
+    spans = nw.from_native(
+        trace.table("spans").select(["step", "phase", "span", "parent", "stage", "part", "start_ns", "host_ns"])
+    )
     steps = nw.from_native(trace.table("steps").select(["step", "call", "parent_step", "warmup", "discarded"]))
     counted = steps.filter(nw.col("parent_step").is_null(), ~nw.col("warmup"), ~nw.col("discarded"))
     calls = max(counted["call"].n_unique(), 1)
@@ -59,7 +62,7 @@ def _with_parent_stage(spans: nw.DataFrame) -> nw.DataFrame:  # type: ignore[typ
     return spans.filter(~nw.col("part").is_null()).join(top, on="parent", how="inner")
 
 
-def _sum(spans: nw.DataFrame, by: list[str]) -> list[dict[str, object]]:  # type: ignore[type-arg]
+def _sum(spans: nw.DataFrame, by: list[str]) -> list[dict[str, Any]]:  # type: ignore[type-arg]
     """Total time and count of each group; `order` tells which began first within its step."""
     first = spans.group_by("step").agg(nw.col("start_ns").min().alias("step_start"))
     placed = spans.join(first, on="step", how="inner").with_columns(
@@ -71,13 +74,13 @@ def _sum(spans: nw.DataFrame, by: list[str]) -> list[dict[str, object]]:  # type
     return list(grouped.iter_rows(named=True))
 
 
-def _stage_time(row: dict[str, object], part: str | None, calls: int, total: float) -> StageTime:
-    time_ns = float(row["host_ns"])  # type: ignore[arg-type]
+def _stage_time(row: dict[str, Any], part: str | None, calls: int, total: float) -> StageTime:
+    time_ns = float(row["host_ns"])
     return StageTime(
         phase=str(row["phase"]),
         stage=str(row["stage"]),
         part=part,
-        count=int(row["count"]),  # type: ignore[call-overload]
+        count=int(row["count"]),
         time_ns=time_ns / calls,
         share=time_ns / total if total else 0.0,
     )

@@ -12,10 +12,12 @@ import numpy as np
 import plotly.graph_objects as go
 import pyarrow as pa
 
+from . import units
 from .breakdown import OWN, breakdown
 from .latency import percentile
 from .trace import Trace
 
+Array = np.ndarray[Any, Any]
 MAX_BARS = 240
 MAX_LINES = 6
 BETWEEN = "between"
@@ -57,17 +59,17 @@ class StepTimes:
 
     `time_ns` has a row a step and a column a block; a block that did not run in a step has 0.
     `has_spans` is false where detail was thinned out: such a step is split by its own columns
-    into `prepare`, `forward` and `sample`. `after_ns` is the time until the same call's next step.
+    into `prepare`, `forward` and `sample`.
     """
 
-    step: np.ndarray[Any, Any]
-    call: np.ndarray[Any, Any]
-    prefill: np.ndarray[Any, Any]
-    start_ns: np.ndarray[Any, Any]
-    wall_ns: np.ndarray[Any, Any]
-    has_spans: np.ndarray[Any, Any]
+    step: Array
+    call: Array
+    prefill: Array
+    start_ns: Array
+    wall_ns: Array
+    has_spans: Array
     blocks: tuple[Block, ...]
-    time_ns: np.ndarray[Any, Any]
+    time_ns: Array
 
     def __len__(self) -> int:
         return len(self.step)
@@ -77,19 +79,19 @@ class StepTimes:
 class SpanBlocks:
     """The spans of top-level steps, sorted by step and start, each with the block that owns it.
 
-    `row` is the span's row in the trace's table, `step` its index in the `StepTimes`, `block` an
+    `row` is the span's row in the first rank's table, `step` its index in the `StepTimes`, `block` an
     index into `blocks` or -1 where an enclosing span owns its time, `own_ns` the time it adds.
     """
 
-    row: np.ndarray[Any, Any]
-    step: np.ndarray[Any, Any]
-    parent: np.ndarray[Any, Any]
-    block: np.ndarray[Any, Any]
-    own_ns: np.ndarray[Any, Any]
+    row: Array
+    step: Array
+    parent: Array
+    block: Array
+    own_ns: Array
     blocks: tuple[Block, ...]
 
 
-def codes(table: pa.Table, name: str) -> tuple[np.ndarray[Any, Any], list[str]]:
+def codes(table: pa.Table, name: str) -> tuple[Array, list[str]]:
     """Return a text column as codes (-1 for null) and the words that they stand for."""
     column = table[name].combine_chunks()
     if not pa.types.is_dictionary(column.type):
@@ -99,22 +101,30 @@ def codes(table: pa.Table, name: str) -> tuple[np.ndarray[Any, Any], list[str]]:
     return column.indices.fill_null(-1).to_numpy(zero_copy_only=False), column.dictionary.to_pylist()
 
 
-def numbers(table: pa.Table, name: str) -> np.ndarray[Any, Any]:
+def numbers(table: pa.Table, name: str) -> Array:
     """Return a numeric column as float64, NaN for null; integers to 2⁵³ stay exact."""
     return table[name].to_numpy().astype(np.float64)
 
 
+def first_rank(table: pa.Table) -> pa.Table:
+    """Rows of the lowest rank: where several processes share the work, one is drawn."""
+    ranks = numbers(table, "rank")
+    if not len(ranks) or np.isnan(ranks).all() or (ranks == ranks[0]).all():
+        return table
+    return table.filter(pa.array(ranks == np.nanmin(ranks)))
+
+
 def step_rows(trace: Trace) -> pa.Table:
     """Top-level steps that count, in the order in which they ran: no warm-up unless that is all."""
-    steps = trace.table("steps").sort_by("step")
+    steps = first_rank(trace.table("steps")).sort_by("step")
     top = steps.filter(steps["parent_step"].is_null())
     measured = top.filter(np.asarray(top["warmup"].fill_null(False).to_numpy()) == 0)
     return measured if len(measured) else top
 
 
-def span_blocks(trace: Trace, step_ids: np.ndarray[Any, Any]) -> SpanBlocks:
+def span_blocks(trace: Trace, step_ids: Array) -> SpanBlocks:
     """Give every span of the steps to a block: its stage, or inside a layer its part."""
-    spans = trace.table("spans")
+    spans = first_rank(trace.table("spans"))
     step = numbers(spans, "step")
     index = np.searchsorted(step_ids, step)
     known = (index < len(step_ids)) & np.isin(step, step_ids)
@@ -122,7 +132,7 @@ def span_blocks(trace: Trace, step_ids: np.ndarray[Any, Any]) -> SpanBlocks:
     row = row[np.lexsort((numbers(spans, "span")[row], numbers(spans, "start_ns")[row], index[row]))]
     parent = _parent_index(numbers(spans, "span")[row], numbers(spans, "parent")[row])
     names = _block_names(spans, row, parent)
-    blocks = _ordered_blocks({str(name) for name in np.unique(names) if name})
+    blocks = ordered_blocks({str(name) for name in np.unique(names) if name})
     place = {item.key: i for i, item in enumerate(blocks)} | {"": -1}
     block = np.array([place[name] for name in names.tolist()], dtype=np.int64)
     host = np.nan_to_num(numbers(spans, "host_ns")[row])
@@ -134,7 +144,7 @@ def step_times(trace: Trace) -> StepTimes:
     steps = step_rows(trace)
     step_ids = steps["step"].to_numpy()
     spans = span_blocks(trace, step_ids)
-    blocks = _ordered_blocks({item.key for item in spans.blocks} | {"prepare", FORWARD, "sample", BETWEEN})
+    blocks = ordered_blocks({item.key for item in spans.blocks} | {"prepare", FORWARD, "sample", BETWEEN})
     place = {item.key: i for i, item in enumerate(blocks)}
     time_ns = np.zeros((len(steps), len(blocks)))
     owned = spans.block >= 0
@@ -146,7 +156,7 @@ def step_times(trace: Trace) -> StepTimes:
     call, start, wall = numbers(steps, "call"), numbers(steps, "start_ns"), numbers(steps, "wall_ns")
     time_ns[:, place[BETWEEN]] = _between(call, start, wall)
     phase, words = codes(steps, "phase")
-    used = time_ns.any(axis=0)
+    used = np.flatnonzero(time_ns.any(axis=0))
     return StepTimes(
         step=step_ids,
         call=call,
@@ -154,14 +164,14 @@ def step_times(trace: Trace) -> StepTimes:
         start_ns=start,
         wall_ns=wall,
         has_spans=has_spans,
-        blocks=tuple(item for item, keep in zip(blocks, used, strict=True) if keep),
+        blocks=tuple(blocks[i] for i in used),
         time_ns=time_ns[:, used],
     )
 
 
-def layer_times(trace: Trace) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def layer_times(trace: Trace) -> tuple[Array, Array, Array]:
     """Return step numbers, layers, and the time in ns of each layer in each step (NaN: none)."""
-    spans = trace.table("spans")
+    spans = first_rank(trace.table("spans"))
     stage, words = codes(spans, "stage")
     step, layer, host = (numbers(spans, name) for name in ("step", "layer", "host_ns"))
     top = step_rows(trace)["step"].to_numpy()
@@ -191,7 +201,7 @@ def timeline(trace: Trace) -> go.Figure:
     _style(figure, "step", unit)
     figure.update_layout(barmode="stack", bargap=0.12 if len(times) <= MAX_BARS else 0, hovermode="x unified")
     figure.update_xaxes(unifiedhovertitle_text="step %{x}")
-    _cut_axis(figure, times.time_ns.sum(axis=1) / scale)
+    _cut_axis(figure, times.time_ns.sum(axis=1), scale)
     return figure
 
 
@@ -217,6 +227,7 @@ def heat_map(trace: Trace) -> go.Figure:
     )
     _style(figure, "step", "layer")
     figure.update_yaxes(showgrid=False, rangemode="normal", tickformat="d")
+    figure.update_layout(margin={"t": 12})
     return figure
 
 
@@ -224,7 +235,7 @@ def kv_growth(trace: Trace) -> go.Figure:
     """Draw the bytes of the KV cache after each step: positions filled, and storage held for them."""
     steps = step_rows(trace)
     filled, held = numbers(steps, "kv_bytes"), numbers(steps, "kv_allocated_bytes")
-    if not len(steps) or np.isnan(filled).all() and np.isnan(held).all():
+    if not len(steps) or (np.isnan(filled).all() and np.isnan(held).all()):
         return _empty("No KV cache was recorded.")
     scale, unit = byte_unit(float(np.nanmax(np.concatenate([filled, held]))))
     starts = np.flatnonzero(np.diff(numbers(steps, "call"))) + 1
@@ -255,7 +266,7 @@ def stage_times(trace: Trace) -> go.Figure:
     if not rows:
         return _empty("No spans were recorded.")
     keys = list(dict.fromkeys(_row_key(row.stage, row.part) for row in rows))
-    labels = {item.key: escape(item.label) for item in _ordered_blocks(set(keys))}
+    labels = {item.key: escape(item.label) for item in ordered_blocks(set(keys))}
     figure = go.Figure()
     for phase, color, ink in (("decode", "#E69F00", "mlp"), ("prefill", "#0072B2", "attention")):
         of_phase = {_row_key(row.stage, row.part): row for row in rows if row.phase == phase}
@@ -287,38 +298,37 @@ def token_latency(trace: Trace) -> go.Figure:
     gaps = token_gaps(trace)
     if not gaps:
         return _empty("Fewer than two generated tokens were recorded.")
-    every = np.sort(np.concatenate(gaps))
+    every = np.sort(np.concatenate(list(gaps.values())))
     scale, unit = time_unit(float(np.median(every)))
     figure = go.Figure()
     for line in _gap_lines(gaps, scale, unit):
         figure.add_trace(line)
-    for name, fraction in (("p50", 0.5), ("p95", 0.95)):
-        level = percentile(every.tolist(), fraction)
-        if level is not None:
-            figure.add_hline(
-                level / scale, line={"color": _INK, "width": 1, "dash": "dot"}, annotation_text=name,
-                annotation_position="top right", annotation_font_size=11,
-            )  # fmt: skip
+    for name, fraction, side in (("p50", 0.5, "bottom right"), ("p95", 0.95, "top right")):
+        level = percentile(every.tolist(), fraction) or 0.0
+        figure.add_hline(
+            level / scale, line={"color": _INK, "width": 1, "dash": "dot"}, annotation_text=name,
+            annotation_position=side, annotation_font_size=11,
+        )  # fmt: skip
     _style(figure, "new token", unit)
-    figure.update_layout(hovermode="x unified", showlegend=1 < len(gaps))
+    figure.update_layout(hovermode="x unified", showlegend=len(gaps) > 1)
     figure.update_xaxes(unifiedhovertitle_text="new token %{x}")
-    _cut_axis(figure, every / scale)
+    _cut_axis(figure, every, scale)
     return figure
 
 
-def token_gaps(trace: Trace) -> list[np.ndarray[Any, Any]]:
-    """Times in ns between kept tokens of the longest sequence of each call that gave two or more."""
-    tokens = trace.table("tokens")
+def token_gaps(trace: Trace) -> dict[int, Array]:
+    """Times in ns between kept tokens of the longest sequence, for each call that gave two or more."""
+    tokens = first_rank(trace.table("tokens"))
     call, sequence, arrival = (numbers(tokens, name) for name in ("call", "sequence", "arrival_ns"))
     kept = np.asarray(tokens["kept"].fill_null(False).to_numpy()).astype(bool) & ~np.isnan(arrival)
     kept &= np.isin(call, np.unique(numbers(step_rows(trace), "call")))
-    gaps = []
+    gaps = {}
     for one in np.unique(call[kept]):
         mine = kept & (call == one)
         longest = np.bincount(sequence[mine].astype(np.int64)).argmax()
         times = np.sort(arrival[mine & (sequence == longest)])
         if len(times) > 1:
-            gaps.append(np.diff(times))
+            gaps[int(one)] = np.diff(times)
     return gaps
 
 
@@ -338,7 +348,7 @@ def byte_unit(largest: float) -> tuple[float, str]:
     return 1.0, "B"
 
 
-def _parent_index(span: np.ndarray[Any, Any], parent: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _parent_index(span: Array, parent: Array) -> Array:
     """Place of each span's parent among the spans, -1 at the top."""
     order = np.argsort(span)
     found = np.searchsorted(span[order], parent)
@@ -346,7 +356,7 @@ def _parent_index(span: np.ndarray[Any, Any], parent: np.ndarray[Any, Any]) -> n
     return np.where(np.isin(parent, span), found, -1)
 
 
-def _block_names(spans: pa.Table, row: np.ndarray[Any, Any], parent: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _block_names(spans: pa.Table, row: Array, parent: Array) -> Array:
     """Name the block of each span; empty where the span's time belongs to an enclosing one."""
     stage_code, stage_words = codes(spans, "stage")
     part_code, part_words = codes(spans, "part")
@@ -359,9 +369,7 @@ def _block_names(spans: pa.Table, row: np.ndarray[Any, Any], parent: np.ndarray[
     return np.where(in_layer, part, names)
 
 
-def _own_time(
-    host: np.ndarray[Any, Any], parent: np.ndarray[Any, Any], block: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
+def _own_time(host: Array, parent: Array, block: Array) -> Array:
     """Time of each owning span less that of the owning spans right inside it."""
     own = np.where(block >= 0, host, 0.0)
     inside = (parent >= 0) & (block >= 0)
@@ -369,8 +377,8 @@ def _own_time(
     return np.maximum(own, 0.0)
 
 
-def _ordered_blocks(keys: set[str]) -> tuple[Block, ...]:
-    """The blocks of these keys in lifecycle order; parts that are not listed stand before the MLP's place."""
+def ordered_blocks(keys: set[str]) -> tuple[Block, ...]:
+    """Return the blocks of these keys in lifecycle order; a part that is not listed stands before the MLP."""
     known = [item for item in BLOCKS if item.key in keys]
     extra = sorted(keys - {item.key for item in BLOCKS})
     place = next((i for i, item in enumerate(known) if BLOCKS.index(item) >= 5), len(known))
@@ -378,9 +386,7 @@ def _ordered_blocks(keys: set[str]) -> tuple[Block, ...]:
     return (*known[:place], *added, *known[place:])
 
 
-def _between(
-    call: np.ndarray[Any, Any], start: np.ndarray[Any, Any], wall: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
+def _between(call: Array, start: Array, wall: Array) -> Array:
     """Time from the end of each step to the start of the next step of the same call."""
     after = np.zeros(len(call))
     if len(call) > 1:
@@ -393,7 +399,7 @@ def _row_key(stage: str, part: str | None) -> str:
     return part if part is not None and part != OWN else stage
 
 
-def _bar(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], block: Block, unit: str) -> go.Bar:
+def _bar(x: Array, y: Array, block: Block, unit: str) -> go.Bar:
     return go.Bar(
         x=x,
         y=y,
@@ -404,7 +410,7 @@ def _bar(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], block: Block, unit: s
     )
 
 
-def _area(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], block: Block, unit: str) -> go.Scatter:
+def _area(x: Array, y: Array, block: Block, unit: str) -> go.Scatter:
     return go.Scatter(
         x=x,
         y=y,
@@ -418,7 +424,7 @@ def _area(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], block: Block, unit: 
     )
 
 
-def _gap_lines(gaps: list[np.ndarray[Any, Any]], scale: float, unit: str) -> list[go.Scatter]:
+def _gap_lines(gaps: dict[int, Array], scale: float, unit: str) -> list[go.Scatter]:
     """A line a call, or for many calls the median and the range from p5 to p95 at each token."""
     hover = f"%{{y:.3~g}} {unit}"
     if len(gaps) <= MAX_LINES:
@@ -426,45 +432,57 @@ def _gap_lines(gaps: list[np.ndarray[Any, Any]], scale: float, unit: str) -> lis
             go.Scatter(
                 x=np.arange(1, len(gap) + 1),
                 y=(gap / scale).astype(np.float32),
-                name=f"call {i + 1}",
+                name=f"call {call}",
                 mode="lines" if len(gap) > 1 else "markers",
                 line={"width": 1.5, "color": _LINES[i]},
                 hovertemplate=hover,
             )
-            for i, gap in enumerate(gaps)
+            for i, (call, gap) in enumerate(gaps.items())
         ]
-    table = np.full((len(gaps), max(map(len, gaps))), np.nan)
-    for line, gap in zip(table, gaps, strict=True):
+    table = np.full((len(gaps), max(map(len, gaps.values()))), np.nan)
+    for line, gap in zip(table, gaps.values(), strict=True):
         line[: len(gap)] = gap / scale
     low, middle, high = np.nanpercentile(table, (5, 50, 95), axis=0)
     x = np.arange(1, table.shape[1] + 1)
-    edge: dict[str, Any] = {"x": x, "mode": "lines", "line": {"width": 0, "color": "#56B4E9"}, "hovertemplate": hover}
+    edge: dict[str, Any] = {
+        "x": x,
+        "mode": "lines",
+        "line": {"width": 0, "color": "#56B4E9"},
+        "hovertemplate": hover,
+    }
     return [
         go.Scatter(y=high, name="p95", showlegend=False, **edge),
         go.Scatter(y=low, name="p5 to p95 of the calls", fill="tonexty", fillcolor="rgba(86,180,233,0.35)", **edge),
-        go.Scatter(x=x, y=middle, name="median of the calls", line={"width": 1.5, "color": "#0072B2"}, hovertemplate=hover),
+        go.Scatter(
+            x=x,
+            y=middle,
+            name="median of the calls",
+            line={"width": 1.5, "color": "#0072B2"},
+            hovertemplate=hover,
+        ),
     ]
 
 
 _LINES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 
-def _ceiling(values: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """The smallest value and where the scale should end: the 98th percentile where outliers would flatten it."""
+def _ceiling(values: Array) -> tuple[float, float]:
+    """The smallest value, and where a scale should end so that outliers do not flatten the rest."""
     low, most, high = float(values.min()), float(np.percentile(values, 98)), float(values.max())
     return low, most * 1.1 if high > 2 * most else high
 
 
-def _cut_axis(figure: go.Figure, totals: np.ndarray[Any, Any]) -> None:
-    """End the y axis above most bars where a few tall ones would flatten the rest, and say so."""
-    if len(totals) < 4:
+def _cut_axis(figure: go.Figure, values_ns: Array, scale: float) -> None:
+    """End the y axis above most values where a few tall ones would flatten the rest, and say so."""
+    if len(values_ns) < 4:
         return
-    _, top = _ceiling(totals)
-    if totals.max() > top * 1.01:
-        figure.update_yaxes(range=[0, top * 1.15], autorange=False)
+    _, top = _ceiling(values_ns)
+    highest = float(values_ns.max())
+    if highest > top:
+        figure.update_yaxes(range=[0, top / scale * 1.15], autorange=False)
         figure.add_annotation(
-            text=f"tallest {totals.max():,.3g}, cut off", xref="paper", yref="paper", x=0, y=1, xanchor="left",
-            yanchor="bottom", showarrow=False, font={"size": 11},
+            text=f"tallest {units.time(highest)}, cut off", xref="paper", yref="paper", x=1, y=1,
+            xanchor="right", yanchor="bottom", showarrow=False, font={"size": 11},
         )  # fmt: skip
 
 

@@ -116,7 +116,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise TraceError(f"{file} cannot be read as JSON: {error}. The trace's Parquet files may still be whole.") from None
+        raise TraceError(
+            f"{file} cannot be read as JSON: {error}. The trace's Parquet files may still be whole."
+        ) from None
     if not isinstance(meta, dict) or not isinstance(meta.get("format_version"), int):
         raise TraceError(f"{file} is no manifest of lifetrace: it has no format_version.")
     if meta["format_version"] > schema.FORMAT_VERSION:

@@ -150,7 +150,7 @@ def test_one_file_that_asks_for_nothing(tmp_path):
 
 def test_headline_numbers_by_arithmetic(tmp_path):
     page = page_of(small(tmp_path / "t"), tmp_path)
-    cards = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd><dd class=\"note\">", page))
+    cards = dict(re.findall(r"<dt>([^<]+)</dt><dd><bdi>([^<]+)</bdi></dd><dd class=\"note\">", page))
     assert cards["Time to first token"] == "20.0 ms"
     assert cards["Time per output token"] == "10.0 ms"
     assert cards["Prefill"] == "150 tokens/s"  # 3 tokens in 20 ms
@@ -269,6 +269,8 @@ def test_hostile_text_is_text(tmp_path):
     assert page.count("<script") == page.count("</script>") == 3
     assert "\x00" not in page
     assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "[U+202E]RTL" in page
     block = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
     assert not set(block) & set("<>&\u2028\u2029")
     assert data_of(page)["tokens"]["texts"][0] == report.visible(HOSTILE)

@@ -9,9 +9,8 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LAYERS, HEADS, HEAD_WIDTH, VOCABULARY, POSITIONS = 4, 4, 16, 128, 128
 HIDDEN = HEADS * HEAD_WIDTH
@@ -26,7 +25,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("depth", "num_global_layers"), 2),
     **dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "word_embed_proj_dim", "lru_width",
-         "attention_hidden_size", "out_hidden_size", "embedding_dim", "input_embedding_size"),
+         "attention_hidden_size", "out_hidden_size", "embedding_dim", "input_embedding_size", "adapter_in_dim",
+         "adapter_out_dim", "adapter_input_size"),
         HIDDEN,
     ),
     **dict.fromkeys(
@@ -79,17 +79,30 @@ SIZES: dict[str, Any] = {
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SMALL_INDEXER = {
-    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
 }
 
 # What a type needs beyond the rules; `default` goes to the constructor of the default config.
+_SWA = {
+    "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+    "swa_head_dim": HEAD_WIDTH + 8, "swa_qk_nope_head_dim": HEAD_WIDTH, "swa_v_head_dim": HEAD_WIDTH,
+}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "blenderbot": {"encoder_layers": LAYERS},  # by default fewer than decoder layers, and the cache counts these
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
-    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "blt": {"num_hidden_layers": LAYERS,  # the cache of `generate` asks the outer config
+            "encoder_config": {"hidden_size_global": HIDDEN}, "decoder_config": {"hidden_size_global": HIDDEN},
+            "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 2}, "ffn_config": {"moe_top_k": 2}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dory": {"n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2, "num_hidden_layers": 8,
              "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2},
+    "dots3_note": {"text_config": _SWA},
+    "dots3_note_text": _SWA,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": HEAD_WIDTH},
     "hunyuan_v1_moe": {"head_dim": HEAD_WIDTH},
@@ -100,11 +113,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": _SMALL_INDEXER,
     "qwen4_exp": {"text_config": _SMALL_INDEXER},
+    "roc_bert": {"shape_vocab_size": 32, "pronunciation_vocab_size": 32},
+    "phi4_multimodal": {"audio_config": {"ext_pw_out_channel": 32, "nemo_conv_channels": 32,
+                                         "depthwise_separable_out_channel": 32}},
     "reformer": {"axial_pos_embds_dim": [16, HIDDEN - 16], "axial_pos_shape": [8, 16]},
+    "xlstm": {"hidden_size": 2 * HIDDEN, "embedding_dim": 2 * HIDDEN},  # its widths round up to 64
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * HIDDEN,
+              "attention_head_dim": 2 * HEAD_WIDTH},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * HIDDEN,
+               "attention_head_dim": 2 * HEAD_WIDTH},
     "xmod": {"default_language": "en_XX"},
 }
 
 NOT_BUILT: dict[str, str] = {
+    "gemma3n": "its vision tower comes from timm, which is not installed; its text model is gemma3n_text",
     "gemma4_assistant": "drafts for another model, whose keys and values its forward needs",
     "gemma4_unified_assistant": "drafts for another model, whose keys and values its forward needs",
 }
@@ -134,6 +156,8 @@ def small(default: dict[str, Any]) -> dict[str, Any]:
     sizes |= _token_ids(default)
     sizes |= _thinned_lists(default)
     for name, value in default.items():
+        if name == "per_layer_config":
+            continue  # derived again from the small sizes
         if isinstance(value, dict) and (name.endswith("config") or "model_type" in value):
             sizes[name] = small(value) | {k: value[k] for k in ("model_type",) if k in value}
     return sizes
@@ -206,12 +230,27 @@ def tiny_model(model_type: str, **settings: Any) -> Any:
     config = tiny_config(model_type)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, **settings).eval()
+        model = _model_class(config)._from_config(_own_config(config), **settings).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    model.generation_config.decoder_start_token_id = 1
+    model.generation_config.num_return_sequences = 1
     return model
 
 
-def prompt(model_type: str) -> torch.Tensor:
-    """Twelve prompt tokens, none of them special."""
-    return torch.arange(3, 15)[None]
+def _model_class(config: Any) -> Any:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _own_config(config: Any) -> Any:
+    """The part of a composite config that the causal model takes, as AutoModelForCausalLM chooses it."""
+    if _model_class(config).config_class is type(config):
+        return config
+    decoder = getattr(config, "decoder", None)
+    return decoder if decoder is not None else config.get_text_config(decoder=True)
+
+
+def prompt(model: Any) -> torch.Tensor:
+    """Twelve prompt tokens, none of them special; one row a codebook where a model has several."""
+    rows = getattr(model, "num_codebooks", 1)
+    return torch.arange(3, 15).repeat(rows, 1)

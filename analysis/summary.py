@@ -1,0 +1,83 @@
+"""The summary of a trace: what `show`, the end of `run`, `--json` and notebooks all say."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .breakdown import StageTime, breakdown
+from .latency import Latency, latency
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Headline facts of one trace; null where the trace does not hold them."""
+
+    path: str
+    status: str
+    model: dict[str, Any]
+    device: dict[str, Any]
+    prompt: list[str] | None
+    output: list[str] | None
+    stop_reason: str | None
+    latency: Latency
+    stages: list[StageTime]
+    steps: int
+    kv_bytes: int | None
+    kv_allocated_bytes: int | None
+    kv_positions: int | None
+    flops_prefill: int | None
+    flops_decode: int | None
+    peak_memory_bytes: int | None
+    overhead: dict[str, Any] | None
+    uncounted: list[dict[str, Any]] | None
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain dictionaries and lists."""
+        return asdict(self)
+
+
+def summarize(trace: Trace) -> Summary:
+    """Summarise a trace."""
+    meta = trace.meta
+    steps = trace.table("steps")
+    last = _last_step(trace)
+    calls = [call for call in meta.get("calls") or [] if call.get("parent_step") is None]
+    return Summary(
+        path=str(trace.path),
+        status=str(meta.get("status")),
+        model={key: value for key, value in (meta.get("model") or {}).items() if key != "config"},
+        device=meta.get("device") or {},
+        prompt=meta.get("prompt"),
+        output=meta.get("output"),
+        stop_reason=next((call["stop_reason"] for call in reversed(calls) if call.get("stop_reason")), None),
+        latency=latency(trace),
+        stages=breakdown(trace),
+        steps=len(steps),
+        kv_bytes=last.get("kv_bytes"),
+        kv_allocated_bytes=last.get("kv_allocated_bytes"),
+        kv_positions=last.get("kv_len_after"),
+        flops_prefill=_flops(trace, "prefill"),
+        flops_decode=_flops(trace, "decode"),
+        peak_memory_bytes=max((v for v in steps["mem_peak_bytes"].to_pylist() if v is not None), default=None),
+        overhead=meta.get("overhead"),
+        uncounted=meta.get("uncounted"),
+        notes=list(meta.get("notes") or []),
+    )
+
+
+def _last_step(trace: Trace) -> dict[str, Any]:
+    """The last main step, whose KV cache is the fullest of its call."""
+    names = ["step", "role", "discarded", "kv_bytes", "kv_allocated_bytes", "kv_len_after"]
+    rows = [
+        row for row in trace.table("steps").select(names).to_pylist() if row["role"] == "main" and not row["discarded"]
+    ]
+    return max(rows, key=lambda row: row["step"], default={})
+
+
+def _flops(trace: Trace, phase: str) -> int | None:
+    """FLOPs of a phase in the first call; null where a step of it has no count."""
+    steps = trace.table("steps").select(["call", "phase", "flops"]).to_pylist()
+    first = min((row["call"] for row in steps), default=None)
+    values = [row["flops"] for row in steps if row["call"] == first and row["phase"] == phase]
+    return sum(values) if values and None not in values else None

@@ -1,0 +1,150 @@
+"""Prints a summary in a terminal: width-aware, and plain text where it goes into a pipe."""
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from . import units
+from .breakdown import StageTime
+from .schema import PHASES
+from .summary import Summary
+
+BAR_WIDTH = 12
+
+
+def printable(text: str) -> str:
+    """Show control characters as their escapes: a text from a model must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """The headline facts as (name, value), in the order in which they are read."""
+    timing = summary.latency
+    rows = [
+        ("model", _model(summary)),
+        ("device", _device(summary)),
+        ("TTFT", units.time(timing.ttft_ns)),
+        (
+            "TPOT",
+            f"{units.time(timing.tpot_ns)}  (p50 {units.time(timing.itl_p50_ns)}, p95 {units.time(timing.itl_p95_ns)})",
+        ),
+        (
+            "tokens/s",
+            f"prefill {units.rate(timing.prefill_tokens_per_s, 'tokens/s')}, "
+            f"decode {units.rate(timing.decode_tokens_per_s, 'tokens/s')}",
+        ),
+        ("tokens", _tokens(summary)),
+        ("KV cache", _kv(summary)),
+        ("FLOPs", _flops(summary)),
+        ("peak memory", units.byte_count(summary.peak_memory_bytes)),
+        ("traced ÷ untraced", overhead_words(summary)),
+    ]
+    return [row for row in rows if row[1] != units.NONE]
+
+
+def _model(summary: Summary) -> str:
+    model = summary.model
+    parameters = units.count(model.get("parameters"))
+    return f"{model.get('id')} · {parameters} parameters · {model.get('dtype')} · {model.get('attention')} attention"
+
+
+def _device(summary: Summary) -> str:
+    device = summary.device
+    threads = f" · {device['threads']} threads" if device.get("type") == "cpu" and device.get("threads") else ""
+    return f"{device.get('type')} · {device.get('name')}{threads}"
+
+
+def _tokens(summary: Summary) -> str:
+    timing = summary.latency
+    batch = f" in {timing.sequences} sequences" if (timing.sequences or 1) > 1 else ""
+    why = f" (stopped by {summary.stop_reason})" if summary.stop_reason else ""
+    return f"{units.count(timing.prompt_tokens)} prompt + {units.count(timing.new_tokens)} new{batch}{why}"
+
+
+def _kv(summary: Summary) -> str:
+    if summary.kv_bytes is None:
+        return units.NONE
+    text = f"{units.byte_count(summary.kv_bytes)} for {units.count(summary.kv_positions)} positions"
+    if summary.kv_allocated_bytes not in (None, summary.kv_bytes):
+        text += f", {units.byte_count(summary.kv_allocated_bytes)} allocated"
+    return text
+
+
+def _flops(summary: Summary) -> str:
+    if summary.flops_prefill is None and summary.flops_decode is None:
+        return units.NONE
+    return f"prefill {_flop_count(summary.flops_prefill)}, decode {_flop_count(summary.flops_decode)}"
+
+
+def _flop_count(flops: int | None) -> str:
+    if flops is None:
+        return units.NONE
+    for scale, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if flops >= scale:
+            return f"{units.significant(flops / scale)} {unit}"
+    return f"{flops:,} FLOP"
+
+
+def overhead_words(summary: Summary) -> str:
+    """Traced ÷ untraced with its spread, and whether the tokens agree."""
+    overhead = summary.overhead
+    if not overhead:
+        return units.NONE
+    pairs = len(overhead["traced_s"])
+    spread = (
+        f" ({overhead['ratio_low']:.3f}–{overhead['ratio_high']:.3f} in {pairs} pairs)" if pairs > 1 else " (one pair)"
+    )
+    same = "tokens identical" if overhead["tokens_identical"] else "TOKENS DIFFER"
+    noise = f"; equal runs differ by {overhead['noise'] - 1:.1%}" if overhead.get("noise") else ""
+    return f"{overhead['ratio']:.3f}{spread}, {same}{noise}"
+
+
+def print_summary(summary: Summary, console: Console) -> None:
+    """Print the generated text, the headline facts and where the time of both phases went."""
+    for text in summary.output or ():
+        console.print(Panel(Text(printable(text)), title="generated", title_align="left", box=box.ROUNDED))
+    if summary.status != "complete":
+        console.print(Text(f"This run is {summary.status}; what follows is what was recorded.", style="bold yellow"))
+    facts = Table.grid(padding=(0, 2))
+    for name, value in summary_rows(summary):
+        facts.add_row(Text(name, style="bold"), Text(printable(value)))
+    console.print(facts)
+    if summary.stages:
+        console.print()
+        console.print(_stage_table(summary.stages))
+    for note in summary.notes:
+        console.print(Text(f"note: {printable(note)}", style="yellow"))
+
+
+def _stage_table(stages: list[StageTime]) -> Table:
+    """Prefill beside decode; parts indented below their stage."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("where the time went")
+    for phase in PHASES:
+        table.add_column(phase, justify="right")
+        table.add_column("share", justify="right")
+        table.add_column("", justify="left", no_wrap=True)
+    for stage, part in _order(stages):
+        cells: list[Text] = [Text(f"  {part}" if part else stage, style="dim" if part else "")]
+        for phase in PHASES:
+            row = next((s for s in stages if (s.phase, s.stage, s.part) == (phase, stage, part)), None)
+            cells += _cells(row)
+        table.add_row(*cells)
+    return table
+
+
+def _cells(row: StageTime | None) -> list[Text]:
+    if row is None:
+        return [Text(units.NONE), Text(""), Text("")]
+    style = "dim" if row.part else ""
+    bar = "█" * round(row.share * BAR_WIDTH) if row.part is None else ""
+    return [Text(units.time(row.time_ns), style), Text(units.share(row.share), style), Text(bar, "cyan")]
+
+
+def _order(stages: list[StageTime]) -> list[tuple[str, str | None]]:
+    """Stages and parts of both phases, each once, in the order of the phase that has the most of them."""
+    by_phase = [[(s.stage, s.part) for s in stages if s.phase == phase] for phase in PHASES]
+    longest, other = sorted(by_phase, key=len, reverse=True)
+    return longest + [key for key in other if key not in longest]
