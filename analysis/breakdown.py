@@ -30,15 +30,14 @@ class StageTime:
 def breakdown(trace: Trace) -> list[StageTime]:
     """Return the rows of both phases, stages in the order in which they run, parts below theirs.
 
-    Only top-level steps count (a forward inside another step is that step's `nested` row), and
-    only steps whose spans were recorded; times are per call.
+    Only top-level steps count (a forward inside another step is that step's `nested` row). Times
+    are per call: where spans were recorded of some steps alone, those stand for the others.
     """
     spans = nw.from_native(
         trace.table("spans").select(["step", "phase", "span", "parent", "stage", "part", "start_ns", "host_ns"])
     )
-    steps = nw.from_native(trace.table("steps").select(["step", "call", "parent_step", "warmup", "discarded"]))
+    steps = nw.from_native(trace.table("steps").select(["step", "call", "phase", "parent_step", "warmup", "discarded"]))
     counted = steps.filter(nw.col("parent_step").is_null(), ~nw.col("warmup"), ~nw.col("discarded"))
-    calls = max(counted["call"].n_unique(), 1)
     mine = spans.join(counted.select("step"), on="step", how="inner")
     stages = _sum(mine.filter(nw.col("parent").is_null()), ["phase", "stage"])
     parts = _sum(_with_parent_stage(mine), ["phase", "stage", "part"])
@@ -46,14 +45,23 @@ def breakdown(trace: Trace) -> list[StageTime]:
     for phase in PHASES:
         of_phase = [row for row in stages if row["phase"] == phase]
         total = sum(row["host_ns"] for row in of_phase)
+        scale = _scale(counted, mine, phase)
         for row in sorted(of_phase, key=lambda row: row["order"]):
-            rows.append(_stage_time(row, None, calls, total))
+            rows.append(_stage_time(row, None, scale, total))
             inside = [part for part in parts if (part["phase"], part["stage"]) == (phase, row["stage"])]
-            rows += [_stage_time(part, part["part"], calls, total) for part in sorted(inside, key=lambda p: p["order"])]
+            rows += [_stage_time(part, part["part"], scale, total) for part in sorted(inside, key=lambda p: p["order"])]
             own = row["host_ns"] - sum(part["host_ns"] for part in inside)
             if inside and row["stage"] == "layer":
-                rows.append(_stage_time(row | {"host_ns": own}, OWN, calls, total))
+                rows.append(_stage_time(row | {"host_ns": own}, OWN, scale, total))
     return rows
+
+
+def _scale(steps: nw.DataFrame, spans: nw.DataFrame, phase: str) -> float:  # type: ignore[type-arg]
+    """What turns the sum over recorded steps into the time of all steps of one call."""
+    recorded = spans.filter(nw.col("phase") == phase)["step"].n_unique()
+    all_steps = len(steps.filter(nw.col("phase") == phase))
+    calls = steps["call"].n_unique()
+    return all_steps / recorded / calls if recorded else 0.0
 
 
 def _with_parent_stage(spans: nw.DataFrame) -> nw.DataFrame:  # type: ignore[type-arg]
@@ -74,13 +82,13 @@ def _sum(spans: nw.DataFrame, by: list[str]) -> list[dict[str, Any]]:  # type: i
     return list(grouped.iter_rows(named=True))
 
 
-def _stage_time(row: dict[str, Any], part: str | None, calls: int, total: float) -> StageTime:
+def _stage_time(row: dict[str, Any], part: str | None, scale: float, total: float) -> StageTime:
     time_ns = float(row["host_ns"])
     return StageTime(
         phase=str(row["phase"]),
         stage=str(row["stage"]),
         part=part,
         count=int(row["count"]),
-        time_ns=time_ns / calls,
+        time_ns=time_ns * scale,
         share=time_ns / total if total else 0.0,
     )

@@ -18,6 +18,7 @@ import torch
 
 from . import kvcache
 from .clocks import Marks, Pending, Tape
+from .kvstate import NOTHING, CacheWatch, KVState
 
 # Slots 0 to 5 belong to the loop; modules follow. A code is twice its slot, plus one at the end.
 STEP, FORWARD, LOGITS, STOP, STREAM, NESTED = range(6)
@@ -38,7 +39,8 @@ def ends(slot: int) -> int:
 class Signature:
     """All that decides what a forward computes, apart from the weights and the token values.
 
-    `kv` is the cache before the step; `head_positions` how many positions the head computed.
+    `kv` says of which make the cache is, its lengths left out; `kv_len_before` how many positions
+    it has seen; `head_positions` how many positions the head computed.
     """
 
     batch: int
@@ -74,6 +76,7 @@ class Call:
     error: str | None = None
     has_chosen: bool = False
     step_count: int = 0
+    cache_watch: CacheWatch = field(default_factory=CacheWatch)
 
 
 @dataclass
@@ -88,7 +91,8 @@ class Step:
     prefill: bool = True
     detailed: bool = True
     signature: Signature | None = None
-    kv_after: tuple[kvcache.LayerKV, ...] = ()
+    kv_before: KVState = NOTHING
+    kv_after: KVState = NOTHING
     kv_len_after: int | None = None
     length_after: int | None = None
     forwarded: bool = False
@@ -222,7 +226,10 @@ class Recorder:
             self._open_step("main")
         step = thread.step
         assert step is not None
-        step.signature = _signature(arguments)
+        cache = kvcache.find_cache(arguments)
+        seen = kvcache.positions(cache)
+        step.kv_before = step.call.cache_watch.before(cache, seen)
+        step.signature = _signature(arguments, cache, seen, step.kv_before)
         if step.call.kind == "forward":
             step.prefill = step.signature.kv_len_before == 0 or step.signature.q_len > 1
         self.tape.mark(begins(FORWARD))
@@ -255,7 +262,7 @@ class Recorder:
         seen = kvcache.positions(cache)
         if seen is None and signature.kv_len_before is not None:
             seen = signature.kv_len_before + signature.q_len
-        step.kv_after = kvcache.read(cache, seen)
+        step.kv_after = step.call.cache_watch.after(cache, seen)
         step.kv_len_after = seen if cache is not None else signature.q_len
 
     def choosing_begins(self) -> None:
@@ -315,27 +322,24 @@ class Recorder:
                 self.on_steps(steps)
 
 
-def _signature(arguments: dict[str, Any]) -> Signature:
+def _signature(arguments: dict[str, Any], cache: Any, seen: int | None, kv_before: KVState) -> Signature:
     """Read the signature from a forward's arguments, by metadata alone."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     given = ids if ids is not None else embeds
     batch, q_len = (given.shape[0], given.shape[1]) if given is not None and given.dim() > 1 else (1, 0)
-    cache = kvcache.find_cache(arguments)
-    before = kvcache.positions(cache)
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor):
         head_positions: int | None = keep.numel()
     else:
         head_positions = min(int(keep), q_len) if keep else q_len
-    mask = arguments.get("attention_mask")
     return Signature(
         batch=batch,
         q_len=q_len,
-        kv=kvcache.read(cache, before),
+        kv=kv_before.layout.family,
         cache_class=type(cache).__name__ if cache is not None else None,
-        kv_len_before=before,
+        kv_len_before=seen,
         head_positions=head_positions,
-        masked=isinstance(mask, torch.Tensor),
+        masked=isinstance(arguments.get("attention_mask"), torch.Tensor),
         embeds=ids is None and embeds is not None,
         use_cache=bool(arguments.get("use_cache", True)),
     )

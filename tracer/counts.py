@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow as pa
 from lifetrace.analysis import schema
 from lifetrace.hooks.counting import CallCount, ForwardCount
 from lifetrace.hooks.kvcache import LayerKV
+from lifetrace.hooks.kvstate import KVState
 from lifetrace.hooks.recorder import Signature, Step
 from lifetrace.hooks.replay import Replayer, ReplayError
 from lifetrace.hooks.stages import Lifecycle
@@ -50,33 +52,45 @@ class Family:
 
 @dataclass
 class WorkLog:
-    """What the steps of a run leave behind for counting: their families, and their KV traffic."""
+    """What the steps of a run leave behind for counting: their families, and the states of their caches."""
 
-    families: dict[Signature, Family] = field(default_factory=dict)
-    traffic: dict[int, tuple[tuple[int | None, ...], ...]] = field(default_factory=dict)
+    families: dict[tuple[Any, ...], Family] = field(default_factory=dict)
+    caches: dict[int, tuple[KVState, KVState, int]] = field(default_factory=dict)
 
     def note(self, steps: Iterable[Step]) -> None:
-        """Remember the signatures of finished steps, and what moved through their caches."""
+        """Remember the signatures of finished steps, and their caches before and after."""
         for step in steps:
             signature = step.signature
             if signature is None or step.failed:
                 continue
-            self.traffic[step.index] = kv_traffic(signature, step.kv_after)
-            if signature.kv_len_before is None:
-                continue
-            family = self.families.setdefault(_family(signature), Family(_family(signature)))
-            family.steps.append(step.index)
-            family.lengths.append(signature.kv_len_before)
+            self.caches[step.index] = (step.kv_before, step.kv_after, signature.q_len)
+            if signature.kv_len_before is not None:
+                family = self.families.setdefault(_family_key(signature), Family(signature))
+                family.steps.append(step.index)
+                family.lengths.append(signature.kv_len_before)
+
+    def traffic(self, step: int) -> tuple[tuple[int | None, ...], ...] | None:
+        """Bytes read, written and copied besides by each cache layer in a step; None where unknown."""
+        if step not in self.caches:
+            return None
+        before, after, q_len = self.caches[step]
+        return kv_traffic(before.layers, after.layers, q_len)
 
 
-def _family(signature: Signature) -> Signature:
-    """The signature without lengths."""
-    kv = tuple(replace(layer, length=0, logical_bytes=0, allocated_bytes=0) for layer in signature.kv)
-    known = any(layer.kind != "empty" for layer in kv)
-    return replace(signature, kv=kv if known else (), kv_len_before=0, masked=False)
+def _family_key(signature: Signature) -> tuple[Any, ...]:
+    """What steps of one family share; `kv` is one object for all caches of one make."""
+    return (
+        signature.batch,
+        signature.q_len,
+        id(signature.kv),
+        signature.cache_class,
+        signature.head_positions,
+        signature.embeds,
+        signature.use_cache,
+    )
 
 
-def kv_traffic(signature: Signature, after: Sequence[LayerKV]) -> tuple[tuple[int | None, ...], ...]:
+def kv_traffic(before: Sequence[LayerKV], after: Sequence[LayerKV], q_len: int) -> tuple[tuple[int | None, ...], ...]:
     """Bytes read, written and copied besides, for each cache layer of a step.
 
     Attention reads what is held before the step (all slots of a static layer) and writes the new
@@ -84,8 +98,7 @@ def kv_traffic(signature: Signature, after: Sequence[LayerKV]) -> tuple[tuple[in
     each append. Of quantized layers only the write is known.
     """
     return tuple(
-        _layer_traffic(before, layer, signature.q_len)
-        for before, layer in itertools.zip_longest(signature.kv[: len(after)], after)
+        _layer_traffic(held, layer, q_len) for held, layer in itertools.zip_longest(before[: len(after)], after)
     )
 
 
@@ -295,8 +308,9 @@ class Completion:
         for position, name in enumerate(names):
             values = [_known(table.step[position]) if table is not None else None for table in work]
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))
+        traffic = [self.log.traffic(step) for step in indices]
         for position, name in enumerate(TRAFFIC):
-            values = [_total(self.log.traffic.get(step), position) for step in indices]
+            values = [_total(layers, position) for layers in traffic]
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))
         return rows
 
@@ -320,8 +334,9 @@ class Completion:
         columns: dict[str, list[int | None]] = {name: [] for name in TRAFFIC}
         parts = (None, "attention", "attention_core")
         fields = (rows[name].to_pylist() for name in ("step", "stage", "layer", "part"))
+        traffic_of = lru_cache(maxsize=4)(self.log.traffic)
         for step, stage, layer, part in zip(*fields, strict=True):
-            traffic = self.log.traffic.get(step) if step is not None else None
+            traffic = traffic_of(step) if step is not None else None
             moves = stage == "layer" and part in parts and layer is not None
             for position, name in enumerate(TRAFFIC):
                 if traffic is None or (stage in ("layer", "nested") and not moves and part is None):

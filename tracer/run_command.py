@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from lifetrace.errors import LifetraceError, RunError, UsageError
-
 from lifetrace.hooks.memory import peak_reader
 
 from . import logprobs, workload

@@ -111,6 +111,7 @@ class Session:
         self.reader = StepReader(self.slots, self.run_id, 0, self.origin_ns)
         self.manifest = self._first_manifest(wall_clock_ns)
         self.writer.manifest(self.manifest)
+        self._guarded(self.writer.warm_up)
         if attach:
             self.attach()
 
@@ -129,6 +130,7 @@ class Session:
         self.detach()
         self.recorder.flush()
         self._guarded(self._complete)
+        self.facts = self._texts() | self.facts
         self.manifest |= {
             "status": status,
             "error": f"{type(error).__name__}: {error}" if error is not None else None,
@@ -241,6 +243,14 @@ class Session:
             for row in inventory.inventory(self.model, self.lifecycle)
         ]
         return table_of(schema.MODULES, rows)
+
+    def _texts(self) -> dict[str, Any]:
+        """Prompt and output of the last call as text, where a tokenizer was given."""
+        calls = [call for call in self.recorder.calls if call.kind == "generate" and call.parent_step is None]
+        if self.tokenizer is None or not calls:
+            return {}
+        prompt, output = self.tokens.texts(calls[-1])
+        return {"prompt": prompt, "output": output}
 
     # -- manifest ------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 from lifetrace.analysis import schema
 from lifetrace.hooks.attach import Slot
 from lifetrace.hooks.clocks import Marks
+from lifetrace.hooks.kvstate import KVLayout
 from lifetrace.hooks.recorder import FORWARD, LOGITS, NESTED, STEP, STOP, STREAM, Step
 from lifetrace.hooks.stages import Place
 
@@ -316,8 +317,8 @@ class StepReader:
             "sample_ns": times[-1] - times[end] if end is not None and step.chose else None,
             "prepare_ns": prepare_ns,
             "device_ns": _device_ns(marks, start, end),
-            "kv_bytes": sum(kv.logical_bytes for kv in step.kv_after),
-            "kv_allocated_bytes": sum(kv.allocated_bytes for kv in step.kv_after),
+            "kv_bytes": step.kv_after.logical_bytes,
+            "kv_allocated_bytes": step.kv_after.allocated_bytes,
             "mem_allocated_bytes": allocated,
             "mem_reserved_bytes": reserved,
             "mem_peak_bytes": peak,
@@ -362,23 +363,31 @@ class StepReader:
         }
 
     def _kv(self, steps: list[Step]) -> pa.Table:
-        rows = [
-            {
-                "run_id": self.run_id,
-                "rank": self.rank,
-                "step": step.index,
-                "layer": layer,
-                "kind": kv.kind,
-                "length": kv.length,
-                "logical_bytes": kv.logical_bytes,
-                "allocated_bytes": kv.allocated_bytes,
-                "dtype": kv.dtype,
-                "device": kv.device,
-            }
-            for step in steps
-            for layer, kv in enumerate(step.kv_after)
-        ]
-        return table_of(schema.KV, rows)
+        """Rows of the caches; steps whose cache only grew since one reading come from one array."""
+        groups = itertools.groupby(steps, key=lambda step: step.kv_after.layout)
+        tables = [self._kv_of(layout, list(group)) for layout, group in groups if layout.layers]
+        return pa.concat_tables(tables).unify_dictionaries() if tables else schema.KV.schema.empty_table()
+
+    def _kv_of(self, layout: KVLayout, steps: list[Step]) -> pa.Table:
+        layers, count = layout.layers, len(steps)
+        grown = np.array([step.kv_after.grown for step in steps], dtype=np.int64)[:, None]
+        sizes = np.array(layout.position_bytes if layout.grows_evenly else [0] * len(layers), dtype=np.int64)
+        logical = np.array([kv.logical_bytes for kv in layers], dtype=np.int64) + grown * sizes
+        allocated = np.where(grown > 0, logical, np.array([kv.allocated_bytes for kv in layers], dtype=np.int64))
+        columns: dict[str, pa.Array] = {
+            "run_id": _constant(self.run_id, count * len(layers)),
+            "rank": pa.array(np.full(count * len(layers), self.rank, dtype=np.int32)),
+            "step": pa.array(np.repeat([step.index for step in steps], len(layers))),
+            "layer": pa.array(np.tile(np.arange(len(layers), dtype=np.int32), count)),
+            "length": pa.array((np.array([kv.length for kv in layers]) + grown).ravel()),
+            "logical_bytes": pa.array(logical.ravel()),
+            "allocated_bytes": pa.array(allocated.ravel()),
+        }
+        columns |= {
+            name: _tile([getattr(kv, name) for kv in layers], schema.WORD, count)
+            for name in ("kind", "dtype", "device")
+        }
+        return _conform(columns, schema.KV, count * len(layers))
 
 
 def phase_of(step: Step) -> str:

@@ -145,6 +145,20 @@ class TokenReader:
                     lengths[key] = tokens.prompt_length - first
         return [Sequence(tuple(calls_), key[0], key[1], lengths[key], key[2]) for key, calls_ in owners.items()]
 
+    def texts(self, call: Call) -> tuple[list[str], list[str]]:
+        """Prompt and new text of each sequence of a call, without special tokens."""
+        tokens = self._tokens(call)
+        if tokens is None:
+            return [], []
+        kept = [
+            [(p, token) for p, token in enumerate(row) if tokens.kept(sequence, p)]
+            for sequence, row in enumerate(tokens.ids)
+        ]
+        prompts = [[token for p, token in row if p < tokens.prompt_length] for row in kept]
+        new = [[token for p, token in row if p >= tokens.prompt_length] for row in kept]
+        decode = self.tokenizer.batch_decode
+        return decode(prompts, skip_special_tokens=True), decode(new, skip_special_tokens=True)
+
     def _tokens(self, call: Call) -> CallTokens | None:
         """The call's ids, brought to the host once it has ended."""
         if call.index not in self._read:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -71,6 +72,12 @@ class TraceWriter:
 
         self._put(self.path / MANIFEST, write)
 
+    def warm_up(self) -> None:
+        """Convert and encode a row into memory, so that the first part in a timed run pays for no import."""
+        for table in (schema.STEPS, schema.SPANS, schema.KV):
+            pq.write_table(table.schema.empty_table(), pa.BufferOutputStream(), **_encoding(table))
+        pa.array(np.zeros(1, dtype=np.int64)).dictionary_encode()
+
     def part(self, name: str, rows: pa.Table) -> None:
         """Add a part file to a table; a part without rows is not written."""
         if not len(rows):
@@ -104,20 +111,8 @@ class TraceWriter:
         return self.path / name / f"part-{number:05d}.parquet"
 
     def _put_table(self, path: Path, rows: pa.Table, table: schema.Table) -> None:
-        # Delta encoding keeps times and ids at two or three bytes; words and shapes repeat.
-        numbers = [c.name for c in table.columns if pa.types.is_integer(c.type)]
-        words = [c.name for c in table.columns if pa.types.is_dictionary(c.type)]
-        lists = [f"{c.name}.list.element" for c in table.columns if pa.types.is_list(c.type)]
-
         def write(name: str) -> None:
-            pq.write_table(
-                rows,
-                name,
-                compression="zstd",
-                use_dictionary=words + lists,
-                column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED")
-                | {name: "BYTE_STREAM_SPLIT" for name in numbers if name in DURATIONS},
-            )
+            pq.write_table(rows, name, **_encoding(table))
 
         self._put(path, write)
 
@@ -134,6 +129,19 @@ class TraceWriter:
             raise RunError(
                 f"The trace in {self.path} could not be written further: {cause}. What it holds so far can be read."
             ) from error
+
+
+def _encoding(table: schema.Table) -> dict[str, Any]:
+    """How a table is encoded: differences keep times and ids at two or three bytes; words and shapes repeat."""
+    numbers = [c.name for c in table.columns if pa.types.is_integer(c.type)]
+    words = [c.name for c in table.columns if pa.types.is_dictionary(c.type)]
+    lists = [f"{c.name}.list.element" for c in table.columns if pa.types.is_list(c.type)]
+    split = {name: "BYTE_STREAM_SPLIT" for name in numbers if name in DURATIONS}
+    return {
+        "compression": "zstd",
+        "use_dictionary": words + lists,
+        "column_encoding": dict.fromkeys(numbers, "DELTA_BINARY_PACKED") | split,
+    }
 
 
 def _batches(row_counts: list[int]) -> Iterator[tuple[int, int]]:

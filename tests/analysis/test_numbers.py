@@ -1,5 +1,7 @@
 """Latency and breakdown of a trace whose times are round numbers."""
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from stored_traces import MS, one_call, write_trace
 
@@ -49,6 +51,17 @@ def test_breakdown_adds_up_to_the_steps(tmp_path):
         assert sum(r.time_ns for k, r in rows.items() if k[0] == phase and k[2] is None) == total * MS
     order = [row.stage for row in breakdown(read_trace(tmp_path / "t")) if row.phase == "prefill" and not row.part]
     assert order == ["prepare", "embed", "layer", "sample"]
+
+
+def test_recorded_steps_stand_for_those_whose_spans_were_left_out(tmp_path):
+    folder = one_call(tmp_path / "t")
+    part = folder / "spans" / "part-00000.parquet"
+    spans = pq.read_table(part)
+    pq.write_table(spans.filter(pc.field("step") != 3), part)  # the step of 6 ms is left out
+    rows = {(row.phase, row.stage, row.part): row for row in breakdown(read_trace(folder))}
+    decode = sum(row.time_ns for key, row in rows.items() if key[0] == "decode" and key[2] is None)
+    assert decode == pytest.approx((4 + 5) / 2 * 3 * MS)
+    assert rows["prefill", "layer", None].time_ns == 6 * MS
 
 
 def test_a_trace_without_rows_has_a_summary(tmp_path):

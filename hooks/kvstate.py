@@ -1,0 +1,141 @@
+"""The state of a KV cache at a step, kept small: one full reading, and how far all layers have grown since.
+
+Reading every layer in full after every step would cost more than all marks together. The usual
+cache grows by the same number of positions in every layer, so a reading is remembered and only
+lengths are looked at until something else changes.
+"""
+
+import weakref
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from . import kvcache
+from .kvcache import LayerKV
+
+_families: dict[tuple[LayerKV, ...], tuple[LayerKV, ...]] = {}
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """One full reading of a cache."""
+
+    layers: tuple[LayerKV, ...]
+
+    @cached_property
+    def family(self) -> tuple[LayerKV, ...]:
+        """The layers without lengths: the same object for all caches of the same make."""
+        bare = tuple(replace(layer, length=0, logical_bytes=0, allocated_bytes=0) for layer in self.layers)
+        known = bare if any(layer.kind != "empty" for layer in bare) else ()
+        return _families.setdefault(known, known)
+
+    @cached_property
+    def grows_evenly(self) -> bool:
+        """Whether every layer grows by concatenation and held as many positions as the others."""
+        lengths = {layer.length for layer in self.layers}
+        full = all(layer.kind == "full" and layer.capacity is None for layer in self.layers)
+        return full and len(lengths) == 1 and 0 not in lengths
+
+    @cached_property
+    def position_bytes(self) -> tuple[int, ...]:
+        """Bytes of one position in each layer, of a layout that grows evenly."""
+        return tuple(layer.logical_bytes // layer.length for layer in self.layers)
+
+    @cached_property
+    def totals(self) -> tuple[int, int]:
+        """Logical and allocated bytes of all layers."""
+        return sum(kv.logical_bytes for kv in self.layers), sum(kv.allocated_bytes for kv in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class KVState:
+    """A layout, and by how many positions every layer has grown since it was read."""
+
+    layout: KVLayout
+    grown: int = 0
+
+    @property
+    def layers(self) -> tuple[LayerKV, ...]:
+        """Every layer as it is now."""
+        if not self.grown:
+            return self.layout.layers
+        return tuple(
+            replace(
+                layer,
+                length=layer.length + self.grown,
+                logical_bytes=layer.logical_bytes + self.grown * size,
+                allocated_bytes=layer.logical_bytes + self.grown * size,
+            )
+            for layer, size in zip(self.layout.layers, self.layout.position_bytes, strict=True)
+        )
+
+    @property
+    def logical_bytes(self) -> int:
+        """Of the positions filled, in all layers."""
+        logical = self.layout.totals[0]
+        return logical + self.grown * sum(self.layout.position_bytes) if self.grown else logical
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of the storage held; a layer that was just concatenated holds what it needs and no more."""
+        return self.logical_bytes if self.grown else self.layout.totals[1]
+
+
+NOTHING = KVState(KVLayout(()))
+
+
+class CacheWatch:
+    """Follows the cache of one call from step to step."""
+
+    def __init__(self) -> None:
+        self._cache: weakref.ref[Any] | None = None
+        self._state = NOTHING
+
+    def before(self, cache: Any, seen: int | None) -> KVState:
+        """The state before a step: that after the step before, unless something was done to the cache."""
+        if cache is None:
+            return NOTHING
+        if self._same(cache) and self._length(cache) == self._now():
+            return self._state
+        return self._read(cache, seen)
+
+    def after(self, cache: Any, seen: int | None) -> KVState:
+        """The state after a step."""
+        if cache is None:
+            return NOTHING
+        if self._same(cache):
+            length = self._length(cache)
+            if length is not None and length > self._state.layout.layers[0].length:
+                self._state = KVState(self._state.layout, length - self._state.layout.layers[0].length)
+                return self._state
+        return self._read(cache, seen)
+
+    def _same(self, cache: Any) -> bool:
+        return self._cache is not None and self._cache() is cache and self._state.layout.grows_evenly
+
+    def _now(self) -> int:
+        return self._state.layout.layers[0].length + self._state.grown
+
+    def _length(self, cache: Any) -> int | None:
+        """The one length of all layers, None where they differ or the batch has changed."""
+        layers = getattr(cache, "layers", ())
+        if len(layers) != len(self._state.layout.layers):
+            return None
+        shapes = {layer.keys.shape for layer in layers if layer.keys is not None}
+        if len(shapes) != 1:
+            return None
+        shape = shapes.pop()
+        per_position = shape[0] * shape[1] * shape[3] if len(shape) == 4 else None
+        return shape[2] if per_position == self._numbers else None
+
+    def _read(self, cache: Any, seen: int | None) -> KVState:
+        layout = KVLayout(kvcache.read(cache, seen))
+        self._state = KVState(layout)
+        try:
+            self._cache = weakref.ref(cache)
+        except TypeError:  # a plain tuple of tensors cannot be referred to, and is another one each step
+            self._cache = None
+        keys = getattr(next(iter(getattr(cache, "layers", ())), None), "keys", None)
+        shape = getattr(keys, "shape", ())
+        self._numbers = shape[0] * shape[1] * shape[3] if len(shape) == 4 else None
+        return self._state
