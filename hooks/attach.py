@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -64,11 +65,23 @@ class Mark:
         return Inert, ()
 
 
+class CompiledMark(Mark):
+    """A mark on a compiled module: it breaks the graph rather than being traced into it."""
+
+    __slots__ = ()
+
+    @torch.compiler.disable
+    def __call__(self, *_: Any) -> None:
+        """Mark the present time."""
+        self.tape.mark(self.code)
+
+
 class RootHooks:
     """The hooks on the model itself: they note what the forward was given and what the cache holds."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, number: int = 0) -> None:
         self.recorder = recorder
+        self.number = number
         self.names = [name for name in inspect.signature(model.forward).parameters if name != "self"]
         self.open = threading.local()
 
@@ -76,7 +89,7 @@ class RootHooks:
         """Before the forward."""
         arguments = dict(zip(self.names, args, strict=False)) | kwargs
         stack = self.open.__dict__.setdefault("stack", [])
-        stack.append((arguments, self.recorder.forward_begins(arguments)))
+        stack.append((arguments, self.recorder.forward_begins(arguments, self.number)))
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """After the forward, also when it raised (`output` is None then)."""
@@ -87,25 +100,71 @@ class RootHooks:
         return Inert, ()
 
 
+class HandHooks:
+    """Hooks on embedding, first layer and head: they see a program that calls the stages by itself."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def embedding(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the embedding: outside of a forward, a step begins here."""
+        if self.recorder.by_hand() and args and isinstance(args[0], torch.Tensor):
+            self.recorder.hand_begins(args[0])
+
+    def first_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the first layer, whose arguments hold the cache."""
+        if self.recorder.by_hand():
+            self.recorder.hand_cache(kwargs)
+
+    def head(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After the head."""
+        if self.recorder.by_hand():
+            self.recorder.hand_ends()
+
+
 class RootHook:
     """One of the two root hooks, as an object that copies and pickles into one that does nothing."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
 
+    @torch.compiler.disable
     def __call__(self, *args: Any) -> None:
-        """Pass on."""
+        """Pass on; a compiled model does not trace this into its graph."""
         self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inert, ()
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of the module run compiled code, by `module.compile()` or a compiled forward."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(
+        module.forward, "_torchdynamo_orig_callable"
+    )
+
+
+def compiled_regions(model: nn.Module) -> list[str]:
+    """Names of the outermost compiled modules; what lies inside them runs as one piece."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if is_compiled(module) and not any(_inside(name, outer) for outer in found):
+            found.append(name)
+    return found
+
+
+def _inside(name: str, outer: str) -> bool:
+    return outer == "" or name.startswith(f"{outer}.")
+
+
 def slots_for(model: nn.Module, lifecycle: Lifecycle, detail: str) -> list[Slot]:
     """List what is marked at a detail level: the loop's seams, then the modules."""
     slots = list(LOOP_SLOTS)
+    hidden = compiled_regions(model)
     for name, module in model.named_modules():
         place = lifecycle.places.get(name)
+        if any(name != region and _inside(name, region) for region in hidden):
+            continue
         if place is None or not _has_forward(module) or not _wanted(name, place, lifecycle, detail):
             continue
         slots.append(Slot(name, type(module).__name__, place, device_of(module)))
@@ -116,7 +175,9 @@ def _wanted(name: str, place: Place, lifecycle: Lifecycle, detail: str) -> bool:
     if detail == "module":
         return True
     parent = name.rpartition(".")[0]
-    if parent not in lifecycle.places:
+    while parent and parent not in lifecycle.places:  # a list, or a module of the chain
+        parent = parent.rpartition(".")[0]
+    if not parent:
         return True  # a layer, or what stands beside the chain
     return detail == "block" and place.part is not None and parent in lifecycle.layers
 
@@ -153,22 +214,47 @@ def on_calls(model: nn.Module, enter: Callable[..., None], leave: Callable[..., 
 class Attachment:
     """The hooks of one trace on one model. `pause` and `resume` take off and put back the modules' own."""
 
-    def __init__(self, model: nn.Module, slots: list[Slot], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: list[Slot],
+        recorder: Recorder,
+        lifecycle: Lifecycle | None = None,
+        number: int = 0,
+    ) -> None:
         self.model = model
+        self.lifecycle = lifecycle
         self.recorder = recorder
+        self.number = number
         self._modules = dict(model.named_modules())
         self._slots = slots
         self._root_handles: list[RemovableHandle] = []
+        self._hand_handles: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Put on all hooks."""
-        hooks = RootHooks(self.model, self.recorder)
+        hooks = RootHooks(self.model, self.recorder, self.number)
         self._root_handles = [
             self.model.register_forward_pre_hook(RootHook(hooks.begin), prepend=True, with_kwargs=True),
             self.model.register_forward_hook(RootHook(hooks.end), with_kwargs=True, always_call=True),
         ]
         self.resume()
+
+    def _attach_by_hand(self) -> None:
+        """Attach what sees stages called by hand, around the marks: it opens the step that they belong to."""
+        for handle in self._hand_handles:
+            handle.remove()
+        self._hand_handles = []
+        if self.lifecycle is None:
+            return
+        hooks, places = HandHooks(self.recorder), self.lifecycle
+        for name, hook in ((places.embed, hooks.embedding), (places.layers[0], hooks.first_layer)):
+            if name is not None:
+                handle = self._modules[name].register_forward_pre_hook(RootHook(hook), prepend=True, with_kwargs=True)
+                self._hand_handles.append(handle)
+        if places.head is not None:
+            self._hand_handles.append(self._modules[places.head].register_forward_hook(RootHook(hooks.head)))
 
     def resume(self) -> None:
         """Put on the modules' hooks, unless they are on."""
@@ -178,10 +264,12 @@ class Attachment:
         for number, slot in enumerate(self._slots[FIRST_MODULE_SLOT:], FIRST_MODULE_SLOT):
             assert slot.module is not None
             module = self._modules[slot.module]
+            mark = CompiledMark if is_compiled(module) else Mark
             self._handles += [
-                module.register_forward_pre_hook(Mark(tape, begins(number)), prepend=True),
-                module.register_forward_hook(Mark(tape, ends(number))),
+                module.register_forward_pre_hook(mark(tape, begins(number)), prepend=True),
+                module.register_forward_hook(mark(tape, ends(number))),
             ]
+        self._attach_by_hand()
 
     def pause(self) -> None:
         """Take off the modules' hooks; the model's own stay, so that steps are still seen."""
@@ -199,6 +287,6 @@ class Attachment:
     def detach(self) -> None:
         """Take off all hooks."""
         self.pause()
-        for handle in self._root_handles:
+        for handle in (*self._root_handles, *self._hand_handles):
             handle.remove()
-        self._root_handles = []
+        self._root_handles, self._hand_handles = [], []

@@ -77,7 +77,11 @@ class MarkedStreamer(BaseStreamer):
 
 
 def watch(model: Any, recorder: Recorder) -> None:
-    """Report the generates of a model to the recorder, until `unwatch`."""
+    """Report the generates of a model to the recorder, until `unwatch`.
+
+    Raises:
+        ModelError: when it is being traced already.
+    """
     cls = type(model)
     with _lock:
         if id(model) in _recorders:
@@ -132,7 +136,11 @@ def _seam(cls: type, function: Callable[..., Any], seam: Callable[..., Any]) -> 
 
 
 def _generate(recorder: Recorder, function: Any, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    call, outer = recorder.begin_call("generate", role="main")
+    # A generate inside a generate drafts for it; it may be of this model or of another.
+    role = "main" if recorder.current_call() is None else "assistant"
+    if kwargs.get("assistant_model") is not None:
+        recorder.on_assistant(kwargs["assistant_model"])
+    call, outer = recorder.begin_call("generate", role)
     failed = True
     try:
         _note_inputs(call, args, kwargs)
@@ -164,7 +172,8 @@ def _note_inputs(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def _note_output(call: Call, output: Any) -> None:
     sequences = output if isinstance(output, torch.Tensor) else getattr(output, "sequences", None)
     if isinstance(sequences, torch.Tensor):
-        call.output_ids = sequences
+        # Codebooks of one sequence stand in a dimension of their own; each is a sequence of tokens.
+        call.output_ids = sequences.flatten(0, -2) if sequences.dim() > 2 else sequences
 
 
 def _prepare(recorder: Recorder, function: Any, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -197,8 +206,16 @@ def _note_criteria(call: Call, criteria: StoppingCriteriaList) -> None:
     call.criteria = tuple(own)
 
 
+def _refuse_batching(recorder: Recorder, function: Any, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise ModelError(
+        "lifetrace does not trace continuous batching (generate_batch): its requests share forwards. "
+        "Use generate(), or end the trace before."
+    )
+
+
 _SEAMS: dict[str, Callable[..., Any]] = {
     "generate": _generate,
+    "generate_batch": _refuse_batching,
     "prepare_inputs_for_generation": _prepare,
     "_get_logits_processor": _processors,
     "_get_stopping_criteria": _criteria,

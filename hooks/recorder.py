@@ -9,8 +9,9 @@ own assistant) is a step of its own: the outer one is set aside until it ends.
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -23,6 +24,13 @@ from .kvstate import NOTHING, CacheWatch, KVState
 # Slots 0 to 5 belong to the loop; modules follow. A code is twice its slot, plus one at the end.
 STEP, FORWARD, LOGITS, STOP, STREAM, NESTED = range(6)
 FIRST_MODULE_SLOT = 6
+# Tensors of a forward that the rest of its signature tells of.
+USUAL_ARGUMENTS = frozenset(
+    (
+        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "logits_to_keep",
+        *kvcache.CACHE_ARGUMENTS,
+    )
+)  # fmt: skip
 
 
 def begins(slot: int) -> int:
@@ -40,7 +48,8 @@ class Signature:
     """All that decides what a forward computes, apart from the weights and the token values.
 
     `kv` says of which make the cache is, its lengths left out; `kv_len_before` how many positions
-    it has seen; `head_positions` how many positions the head computed.
+    it has seen; `head_positions` how many positions the head computed; `extras` name, shape and
+    dtype of further tensors that the forward was given (images, say).
     """
 
     batch: int
@@ -52,6 +61,7 @@ class Signature:
     masked: bool
     embeds: bool
     use_cache: bool
+    extras: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
 
 
 @dataclass
@@ -88,6 +98,7 @@ class Step:
     role: str
     parent: int | None
     ordinal: int = 0
+    model: int = 0
     prefill: bool = True
     detailed: bool = True
     signature: Signature | None = None
@@ -101,6 +112,7 @@ class Step:
     failed: bool = False
     memory: tuple[int | None, int | None, int | None] = (None, None, None)
     pending: Pending | None = None
+    hand_cache: weakref.ref[Any] | None = None
 
     def marks(self) -> Marks:
         """The marks of the closed step; waits for the device if it must."""
@@ -144,6 +156,7 @@ class Recorder:
         self.read_memory = read_memory
         self.wants = wants
         self.on_toggle: Callable[[bool], None] = lambda detailed: None
+        self.on_assistant: Callable[[Any], None] = lambda model: None
         self.flush_steps = flush_steps
         self.flush_seconds = flush_seconds
         self.calls: list[Call] = []
@@ -157,11 +170,17 @@ class Recorder:
     # -- calls ---------------------------------------------------------------------------
 
     def begin_call(self, kind: str, role: str = "main") -> tuple[Call, tuple[Call | None, Step | None, Any]]:
-        """Open a call; returns it with what the thread was in the middle of, for `end_call`."""
+        """Open a call; returns it with what the thread was in the middle of, for `end_call`.
+
+        An assistant drafts for the step to come: the one that has chosen its tokens ends before.
+        """
+        step = self._thread.step
+        if step is not None and step.chose and not step.choosing:
+            self.preparing()
         outer = self._set_aside()
         with self._lock:
             parent = outer[1].index if outer[1] is not None else None
-            call = Call(len(self.calls), kind, self.repeat, perf_counter_ns(), parent)
+            call = Call(len(self.calls), kind, self.repeat, perf_counter_ns(), parent_step=parent)
             self.calls.append(call)
         self._thread.call = call
         if kind == "generate":
@@ -208,8 +227,8 @@ class Recorder:
             self._close_step()
             self._open_step(role)
 
-    def forward_begins(self, arguments: dict[str, Any]) -> tuple[Call | None, Step | None, Any] | None:
-        """The model's forward begins; returns what `forward_ends` needs."""
+    def forward_begins(self, arguments: dict[str, Any], model: int = 0) -> tuple[Call | None, Step | None, Any] | None:
+        """The forward of a model (0, or the number of an assistant) begins; returns what `forward_ends` needs."""
         thread = self._thread
         outer = None
         if thread.step is not None and thread.step.forwarded:
@@ -226,6 +245,7 @@ class Recorder:
             self._open_step("main")
         step = thread.step
         assert step is not None
+        step.model = model
         cache = kvcache.find_cache(arguments)
         seen = kvcache.positions(cache)
         step.kv_before = step.call.cache_watch.before(cache, seen)
@@ -265,6 +285,50 @@ class Recorder:
         step.kv_after = step.call.cache_watch.after(cache, seen)
         step.kv_len_after = seen if cache is not None else signature.q_len
 
+    # -- stages called by hand -----------------------------------------------------------
+
+    def by_hand(self) -> bool:
+        """Whether this thread runs stages by itself, outside of any forward of the model."""
+        thread = self._thread
+        return thread.step is None or thread.step.call.kind == "modules"
+
+    def hand_begins(self, given: torch.Tensor) -> None:
+        """The embedding was called by hand with ids of shape [batch, positions]: a step begins."""
+        self.hand_ends()
+        self.begin_call("modules")
+        self._open_step("main")
+        step = self._thread.step
+        assert step is not None
+        step.signature = _signature({"input_ids": given, "use_cache": False}, None, 0, NOTHING)
+        self.tape.mark(begins(FORWARD))
+
+    def hand_cache(self, arguments: dict[str, Any]) -> None:
+        """The first layer of such a step was called: what it was given tells of a cache."""
+        step, cache = self._thread.step, kvcache.find_cache(arguments)
+        if step is None or step.signature is None or cache is None:
+            return
+        seen = kvcache.positions(cache)
+        step.kv_before = step.call.cache_watch.before(cache, seen)
+        family = step.kv_before.layout.family
+        step.signature = replace(step.signature, use_cache=True, kv=family, kv_len_before=seen)
+        step.prefill = seen == 0 or step.signature.q_len > 1
+        step.hand_cache = weakref.ref(cache)
+
+    def hand_ends(self) -> None:
+        """The head was called, or another step begins: the step by hand ends."""
+        step = self._thread.step
+        if step is None or step.call.kind != "modules":
+            return
+        self.tape.mark(ends(FORWARD))
+        step.forwarded = True
+        cache = step.hand_cache() if step.hand_cache is not None else None
+        if cache is not None and step.signature is not None:
+            seen = kvcache.positions(cache)
+            step.kv_after, step.kv_len_after = step.call.cache_watch.after(cache, seen), seen
+        self.end_call((None, None, None))
+
+    # -- choosing ------------------------------------------------------------------------
+
     def choosing_begins(self) -> None:
         """The logits processors begin."""
         self.tape.mark(begins(LOGITS))
@@ -281,10 +345,12 @@ class Recorder:
             step.call.has_chosen = True
 
     def checking(self, length: int) -> None:
-        """The stopping criteria begin, with sequences of this many tokens."""
+        """The stopping criteria begin, with sequences of this many tokens: those of this step are chosen."""
         self.tape.mark(begins(STOP))
-        if self._thread.step is not None:
-            self._thread.step.length_after = length
+        step = self._thread.step
+        if step is not None:
+            step.length_after = length
+            step.chose = step.call.has_chosen = True
 
     def _open_step(self, role: str, parent: Step | None = None) -> None:
         call = self._thread.call
@@ -342,4 +408,9 @@ def _signature(arguments: dict[str, Any], cache: Any, seen: int | None, kv_befor
         masked=isinstance(arguments.get("attention_mask"), torch.Tensor),
         embeds=ids is None and embeds is not None,
         use_cache=bool(arguments.get("use_cache", True)),
+        extras=tuple(
+            (name, tuple(value.shape), value.dtype)
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor) and name not in USUAL_ARGUMENTS
+        ),
     )

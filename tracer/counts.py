@@ -46,6 +46,7 @@ class Family:
     """Steps whose signatures differ only in how many positions their cache holds."""
 
     signature: Signature
+    model: int = 0
     steps: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
@@ -65,7 +66,8 @@ class WorkLog:
                 continue
             self.caches[step.index] = (step.kv_before, step.kv_after, signature.q_len)
             if signature.kv_len_before is not None:
-                family = self.families.setdefault(_family_key(signature), Family(signature))
+                key = (step.model, *_family_key(signature))
+                family = self.families.setdefault(key, Family(signature, step.model))
                 family.steps.append(step.index)
                 family.lengths.append(signature.kv_len_before)
 
@@ -87,6 +89,7 @@ def _family_key(signature: Signature) -> tuple[Any, ...]:
         signature.head_positions,
         signature.embeds,
         signature.use_cache,
+        signature.extras,
     )
 
 
@@ -270,18 +273,19 @@ def _equal(a: WorkTable, b: WorkTable) -> bool:
 class Completion:
     """Fills the columns of steps and spans that were null while the run went."""
 
-    def __init__(self, log: WorkLog, lifecycle: Lifecycle) -> None:
+    def __init__(self, log: WorkLog) -> None:
         self.log = log
-        self.lifecycle = lifecycle
         self.of_step: dict[int, WorkTable] = {}
         self.failures: set[str] = set()
         self.products: list[dict[str, Any]] = []
 
-    def replay(self, replayer: Replayer) -> None:
-        """Count every family; one that cannot be replayed leaves its steps null, with the reason."""
+    def replay(self, replayer: Replayer, lifecycle: Lifecycle, model: int = 0) -> None:
+        """Count every family of a model; one that cannot be replayed leaves its steps null, with the reason."""
         for number, family in enumerate(self.log.families.values()):
+            if family.model != model:
+                continue
             try:
-                interpolation = Interpolation(replayer, self.lifecycle, family)
+                interpolation = Interpolation(replayer, lifecycle, family)
                 tables = {length: interpolation.at(length) for length in set(family.lengths)}
             except ReplayError as error:
                 self.failures.add(str(error))

@@ -17,7 +17,7 @@ from lifetrace.analysis import schema
 from lifetrace.analysis.trace import Trace, read_trace
 from lifetrace.errors import LifetraceError, ModelError, UsageError
 from lifetrace.hooks import generation, inventory, memory, stages
-from lifetrace.hooks.attach import DETAILS, Attachment, Slot, device_of, slots_for
+from lifetrace.hooks.attach import DETAILS, LOOP_SLOTS, Attachment, Slot, compiled_regions, device_of, slots_for
 from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
 from lifetrace.hooks.recorder import FIRST_MODULE_SLOT, Call, Recorder, Step
 from lifetrace.hooks.replay import Replayer, ReplayError
@@ -75,6 +75,10 @@ class Session:
         self.tokenizer = tokenizer
         self.facts = facts or {}
         self.lifecycle = stages.find(self.model)
+        self.compiled_notes = [
+            f"{name or 'the model'} is compiled: it is timed as one piece; trace it uncompiled to see inside"
+            for name in compiled_regions(self.model)
+        ]
         self.slots = slots_for(self.model, self.lifecycle, options.detail)
         self.device = torch.device(device_of(self.model) or "cpu")
         prepare_folder(path, force)
@@ -89,8 +93,11 @@ class Session:
             flush_steps=options.flush_steps,
             flush_seconds=options.flush_seconds,
         )
-        self.attachment = Attachment(self.model, self.slots, self.recorder)
+        self.attachment = Attachment(self.model, self.slots, self.recorder, self.lifecycle)
         self.recorder.on_toggle = self.attachment.toggle
+        self.recorder.on_assistant = self._adopt
+        self.assistants: list[tuple[Any, stages.Lifecycle]] = []
+        self._adopted: list[Attachment] = []
         self.tokens = TokenReader(tokenizer, self.run_id)
         self.work = WorkLog()
         self.stage_memory = StageMemory(self.slots)
@@ -122,11 +129,14 @@ class Session:
 
     def detach(self) -> None:
         """Take off the hooks; the model is as it was before."""
-        self.attachment.detach()
-        generation.unwatch(self.model)
+        for attachment in (self.attachment, *self._adopted):
+            attachment.detach()
+            generation.unwatch(attachment.model)
+        self._adopted = []
 
     def finish(self, status: str, error: BaseException | None = None) -> None:
         """Write what is left, complete the tables and the manifest."""
+        self.recorder.hand_ends()
         self.detach()
         self.recorder.flush()
         self._guarded(self._complete)
@@ -138,12 +148,26 @@ class Session:
             "uncounted": self.uncounted,
             "notes": [
                 *self.lifecycle.notes,
+                *self.compiled_notes,
                 *(f"some steps could not be counted: {reason}" for reason in self.uncountable),
                 *(str(fault) for fault in self.faults),
             ],
             **self.facts,
         }
         self._guarded(lambda: self.writer.manifest(self.manifest))
+
+    def _adopt(self, model: Any) -> None:
+        """Also see the forwards of a model that drafts for the traced one: as steps, without their stages."""
+        if any(attachment.model is model for attachment in (self.attachment, *self._adopted)):
+            return
+        known = [assistant for assistant, _ in self.assistants]
+        if model not in known:
+            self.assistants.append((model, stages.find(model)))
+            known.append(model)
+        attachment = Attachment(model, list(LOOP_SLOTS), self.recorder, number=1 + known.index(model))
+        generation.watch(model, self.recorder)
+        attachment.attach()
+        self._adopted.append(attachment)
 
     def measure_memory(self, work: Callable[[], object], read: Callable[[], tuple[int, int]]) -> None:
         """Do the same work once more, untimed, and read memory at each mark."""
@@ -228,11 +252,12 @@ class Session:
 
     def _count(self) -> Completion:
         """Count the work of all steps; what cannot be replayed stays null, and the notes say why."""
-        completion = Completion(self.work, self.lifecycle)
-        try:
-            completion.replay(Replayer(self.model))
-        except ReplayError as error:
-            completion.failures.add(str(error))
+        completion = Completion(self.work)
+        for number, (model, lifecycle) in enumerate([(self.model, self.lifecycle), *self.assistants]):
+            try:
+                completion.replay(Replayer(model), lifecycle, number)
+            except ReplayError as error:
+                completion.failures.add(str(error))
         self.uncounted = completion.uncounted()
         self.uncountable = sorted(completion.failures)
         return completion

@@ -102,13 +102,16 @@ def _after_rows(loop: list[tuple[int, int, int]], end: int, last: int) -> list[R
     """What the loop does after the forward: `sample` with its parts, or a gap where nothing was chosen."""
     if end >= last:
         return []
-    logits = [(a, b) for slot, a, b in loop if slot == LOGITS]
-    if not logits:
+    logits = [b for slot, _, b in loop if slot == LOGITS]
+    stops = [a for slot, a, _ in loop if slot == STOP]
+    if not logits and not stops:
         return [Row(Place("other"), end, last, None)]
-    rows = [Row(Place("sample"), end, last, None), Row(_sampling("logits"), end, logits[-1][1], 0)]
-    stop = next((a for slot, a, _ in loop if slot == STOP), last)
+    rows = [Row(Place("sample"), end, last, None)]
+    processed, stop = (logits or [end])[-1], (stops or [last])[0]
+    if logits:
+        rows.append(Row(_sampling("logits"), end, processed, 0))
+    rows.append(Row(_sampling("draw"), processed, stop, 0))
     streams = [(a, b) for slot, a, b in loop if slot == STREAM and a >= stop]
-    rows.append(Row(_sampling("draw"), logits[-1][1], stop, 0))
     position = stop
     for a, b in streams:
         rows += [Row(_sampling("stop_check"), position, a, 0), Row(_sampling("streamer"), a, b, 0)]
@@ -139,8 +142,9 @@ def _forward_rows(calls: list[tuple[int, int, int]], slots: Sequence[Slot], star
         place = slots[slot].place
         if place.stage == "layer":
             if place.part is None and parent is None:
-                place = replace(place, layer=layers)
-                layers += 1
+                # In the order of execution; a layer that was skipped leaves its number, and its cache slot, out.
+                place = replace(place, layer=max(layers, place.layer or 0))
+                layers = (place.layer or 0) + 1
             elif parent is not None:
                 place = replace(place, layer=rows[parent].place.layer)
         rows.append(Row(place, a, b, parent, slot, seen[slot]))

@@ -125,6 +125,7 @@ class TokenReader:
             "new_tokens": new,
             "stop_reason": _stop_of_all(reasons),
             "stop_reasons": reasons,
+            **_drafts(steps, tokens.prompt_length if call.prompt_length == tokens.prompt_length else None),
             "first_token_ns": steps[0].end_ns if steps else None,
             "last_token_ns": last.end_ns if last is not None else None,
         }
@@ -200,6 +201,23 @@ class TokenReader:
         if call.max_length is not None and len(row) >= call.max_length:
             return "length"
         return f"criterion {' or '.join(call.criteria)}" if call.criteria else "unknown"
+
+
+def _drafts(steps: list[StepFacts], prompt_length: int | None) -> dict[str, int | None]:
+    """Tokens that were drafted and accepted; null for a call that does not draft.
+
+    A step that verifies a draft processes more positions than there are tokens: those beyond are
+    the draft, and what it gives beyond one token was accepted from it.
+    """
+    drafted = accepted = 0
+    known = prompt_length
+    for step in steps:
+        if known is None or step.kv_len_after is None or step.length_after is None:
+            return {"drafted": None, "accepted": None}
+        drafted += max(step.kv_len_after - known, 0)
+        accepted += max(step.length_after - known - 1, 0)
+        known = step.length_after
+    return {"drafted": drafted, "accepted": accepted} if drafted else {"drafted": None, "accepted": None}
 
 
 def _stop_of_all(reasons: list[str]) -> str | None:
