@@ -109,6 +109,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 2 * HEAD_WIDTH, "n_groups": 1},
+    "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "ministral": {"head_dim": HEAD_WIDTH},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": _SMALL_INDEXER,

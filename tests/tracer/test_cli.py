@@ -231,7 +231,8 @@ def test_a_disk_that_fills_is_a_failed_run_whose_beginning_reads_back(random_r, 
     written, real = [], writer.pq.write_table
 
     def nearly_full(rows, name, **settings):
-        written.append(name)
+        if isinstance(name, str):  # what is encoded into memory needs no disk
+            written.append(name)
         if len(written) > 2:
             raise OSError(28, "No space left on device")
         real(rows, name, **settings)
