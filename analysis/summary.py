@@ -5,6 +5,7 @@ from typing import Any
 
 from .breakdown import StageTime, breakdown
 from .latency import Latency, latency
+from .schema import PHASES
 from .trace import Trace
 
 
@@ -22,6 +23,7 @@ class Summary:
     latency: Latency
     stages: list[StageTime]
     steps: int
+    steps_per_call: dict[str, float]
     kv_bytes: int | None
     kv_allocated_bytes: int | None
     kv_positions: int | None
@@ -54,6 +56,7 @@ def summarize(trace: Trace) -> Summary:
         latency=latency(trace),
         stages=breakdown(trace),
         steps=len(steps),
+        steps_per_call=_steps_per_call(trace),
         kv_bytes=last.get("kv_bytes"),
         kv_allocated_bytes=last.get("kv_allocated_bytes"),
         kv_positions=last.get("kv_len_after"),
@@ -64,6 +67,14 @@ def summarize(trace: Trace) -> Summary:
         uncounted=meta.get("uncounted"),
         notes=list(meta.get("notes") or []),
     )
+
+
+def _steps_per_call(trace: Trace) -> dict[str, float]:
+    """Top-level steps of each phase in a call, on average."""
+    rows = trace.table("steps").select(["call", "phase", "parent_step"]).to_pylist()
+    top = [row for row in rows if row["parent_step"] is None]
+    calls = len({row["call"] for row in top})
+    return {phase: sum(row["phase"] == phase for row in top) / calls for phase in PHASES} if calls else {}
 
 
 def _last_step(trace: Trace) -> dict[str, Any]:

@@ -113,17 +113,19 @@ def print_summary(summary: Summary, console: Console) -> None:
     console.print(facts)
     if summary.stages:
         console.print()
-        console.print(_stage_table(summary.stages))
+        console.print(_stage_table(summary))
     for note in summary.notes:
         console.print(Text(f"note: {printable(note)}", style="yellow"))
 
 
-def _stage_table(stages: list[StageTime]) -> Table:
-    """Prefill beside decode; parts indented below their stage."""
+def _stage_table(summary: Summary) -> Table:
+    """Prefill beside decode, each of one call; parts indented below their stage; the whole last."""
+    stages = summary.stages
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("where the time went")
     for phase in PHASES:
-        table.add_column(phase, justify="right")
+        steps = summary.steps_per_call.get(phase, 0)
+        table.add_column(f"{phase}, {steps:g} step{'s' * (steps != 1)}", justify="right")
         table.add_column("share", justify="right")
         table.add_column("", justify="left", no_wrap=True)
     for stage, part in _order(stages):
@@ -132,6 +134,9 @@ def _stage_table(stages: list[StageTime]) -> Table:
             row = next((s for s in stages if (s.phase, s.stage, s.part) == (phase, stage, part)), None)
             cells += _cells(row)
         table.add_row(*cells)
+    total = [sum(s.time_ns for s in stages if s.phase == phase and s.part is None) for phase in PHASES]
+    table.add_section()
+    table.add_row("all", *(cell for ns in total for cell in (units.time(ns) if ns else units.NONE, "", "")))
     return table
 
 

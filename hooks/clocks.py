@@ -23,8 +23,8 @@ class Marks:
     that measures memory in place of time.
     """
 
-    codes: array  # type: ignore[type-arg]
-    times_ns: array  # type: ignore[type-arg]
+    codes: "array[int]"
+    times_ns: "array[int]"
     device_ns: list[int | None] | None = None
     devices: list[Any] | None = None
     memory: list[tuple[int, int]] | None = None
@@ -141,8 +141,8 @@ class TorchCuda:
 class CudaPending:
     """Marks whose events the device may not have reached yet."""
 
-    codes: array  # type: ignore[type-arg]
-    times_ns: array  # type: ignore[type-arg]
+    codes: "array[int]"
+    times_ns: "array[int]"
     events: list[Event | None]
     devices: list[Any]
     pool: list[Event] = field(repr=False)

@@ -20,6 +20,7 @@ from lifetrace.hooks.stages import Lifecycle
 
 NUMBERS = ("input_bytes", "output_bytes", "weight_bytes", "flops", "flops_dense")
 TRAFFIC = ("kv_read_bytes", "kv_write_bytes", "kv_copy_bytes")
+OUTSIDE = ("tokenize", "prepare", "sample", "detokenize")
 CORE = "\0core"  # stands behind an attention module's name for its work outside its inner modules
 MAX_REPLAYS = 96
 UNKNOWN = -1
@@ -30,13 +31,15 @@ class WorkTable:
     """Work of every call of one forward, as numbers that may be interpolated.
 
     `numbers[i]` are the NUMBERS of call `keys[i]`, UNKNOWN where there is no count; `step` are
-    those of the whole forward with its activation bytes and the known FLOPs appended.
+    those of the whole forward with its activation bytes and the known FLOPs appended. `gaps_free`
+    says that all products are inside the stages.
     """
 
     keys: tuple[tuple[str, int], ...]
     numbers: npt.NDArray[np.int64]
     step: npt.NDArray[np.int64]
     shapes: tuple[tuple[Any, Any, Any], ...]
+    gaps_free: bool
     unknown: frozenset[tuple[str, str]]
     products: tuple[dict[str, Any], ...]
 
@@ -144,6 +147,7 @@ def work_table(count: ForwardCount, lifecycle: Lifecycle) -> WorkTable:
         np.array(numbers, dtype=np.int64).reshape(len(keys), len(NUMBERS)),
         np.array(step, dtype=np.int64),
         tuple(shapes),
+        not any(call.own or call.unknown for call in _around(count.root, lifecycle)),
         frozenset(unknown),
         tuple(products),
     )
@@ -179,6 +183,14 @@ def _outermost(call: CallCount, lifecycle: Lifecycle) -> Iterable[CallCount]:
             yield inner
         else:
             yield from _outermost(inner, lifecycle)
+
+
+def _around(call: CallCount, lifecycle: Lifecycle) -> Iterable[CallCount]:
+    """The model and the modules around its stages, which are themselves no stage."""
+    yield call
+    for inner in call.inner:
+        if inner.module not in lifecycle.places:
+            yield from _around(inner, lifecycle)
 
 
 def _product_rows(call: CallCount) -> list[dict[str, Any]]:
@@ -329,9 +341,29 @@ class Completion:
             table = self.of_step.get(int(step)) if step is not None and step == step else None
             if table is not None:
                 filler.fill(block, codes[block], keys, table)
-        rows = filler.set_columns(rows)
-        rows = _free_stages(rows)
-        return self._kv_columns(rows)
+        return self._kv_columns(self._free_rows(filler.set_columns(rows)))
+
+    def _free_rows(self, rows: pa.Table) -> pa.Table:
+        """What the loop does itself holds no product: a true 0, unless a forward runs inside of it.
+
+        The gaps between stages are such rows where the modules around the stages have no product
+        of their own.
+        """
+        columns = (rows[name].to_pylist() for name in ("step", "stage", "module"))
+        fields = list(zip(*columns, strict=True))
+        nested = {step for step, stage, _ in fields if stage == "nested"}
+        free = [
+            module is None and step not in nested and (stage in OUTSIDE or (stage == "other" and self._gaps_free(step)))
+            for step, stage, module in fields
+        ]
+        for name in ("flops", "flops_dense", "weight_bytes"):
+            values = [0 if is_free else value for is_free, value in zip(free, rows[name].to_pylist(), strict=True)]
+            rows = set_column(rows, name, pa.array(values, type=pa.int64()))
+        return rows
+
+    def _gaps_free(self, step: int) -> bool:
+        table = self.of_step.get(step)
+        return table is not None and table.gaps_free
 
     def _kv_columns(self, rows: pa.Table) -> pa.Table:
         """KV traffic stands on a layer, its attention and its attention core."""
@@ -408,15 +440,6 @@ def _call_codes(rows: pa.Table) -> tuple[npt.NDArray[np.int64], list[tuple[str, 
             keys.append(key)
         codes.append(numbering[key])
     return np.array(codes, dtype=np.int64), keys
-
-
-def _free_stages(rows: pa.Table) -> pa.Table:
-    """What the loop does itself holds no product: its FLOPs are a true 0."""
-    free = np.isin(np.array(rows["stage"].to_pylist(), dtype=object), ("prepare", "sample", "tokenize", "detokenize"))
-    for name in ("flops", "flops_dense", "weight_bytes"):
-        values = [0 if is_free else value for is_free, value in zip(free, rows[name].to_pylist(), strict=True)]
-        rows = set_column(rows, name, pa.array(values, type=pa.int64()))
-    return rows
 
 
 def set_column(rows: pa.Table, name: str, values: pa.Array) -> pa.Table:

@@ -15,7 +15,7 @@ import torch
 
 from lifetrace.analysis import schema
 from lifetrace.analysis.trace import Trace, read_trace
-from lifetrace.errors import LifetraceError, ModelError, UsageError
+from lifetrace.errors import LifetraceError, ModelError, RunError, UsageError
 from lifetrace.hooks import generation, inventory, memory, stages
 from lifetrace.hooks.attach import DETAILS, LOOP_SLOTS, Attachment, Slot, compiled_regions, device_of, slots_for
 from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
@@ -232,6 +232,8 @@ class Session:
             work()
         except LifetraceError as fault:
             self.faults.append(fault)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong here is ours, and the program is not
+            self.faults.append(RunError(f"lifetrace failed while recording: {type(error).__name__}: {error}"))
 
     def _complete(self) -> None:
         self.writer.part("spans", self._loose())

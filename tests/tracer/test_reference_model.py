@@ -97,6 +97,22 @@ def test_flops_of_spans_add_up(trace_r):
     assert core.flops.tolist() == [attention_flops(78)]
 
 
+def test_what_multiplies_nothing_is_a_true_zero(trace_r):
+    spans = trace_r.spans
+    loop = spans[spans.stage.isin(["prepare", "sample", "other"])]
+    assert (loop.flops == 0).all()
+    norms = spans[spans.part == "norm"]
+    assert (norms.flops == 0).all()
+
+
+def test_guidance_inside_sample_is_not_called_free(model_r, prompt_12, tmp_path):
+    with lifetrace.trace(model_r, out=tmp_path / "cfg") as trace:
+        model_r.generate(prompt_12, max_new_tokens=2, guidance_scale=1.5, do_sample=False)
+    assert trace.spans[(trace.spans.stage == "sample") & trace.spans.parent.isna()].flops.isna().all()
+    guidance = trace.steps[trace.steps.role == "guidance"]
+    assert guidance.flops.notna().all()
+
+
 def test_products_hold_the_flops_of_their_signature(trace_r):
     products = trace_r.products
     prefill = products[products.signature == 0]

@@ -354,6 +354,21 @@ def test_a_fault_in_writing_leaves_the_program_alone(model_r, prompt_12, tmp_pat
     assert lifetrace.read_trace(tmp_path / "t").meta["status"] == "running"
 
 
+def test_a_fault_of_lifetrace_itself_leaves_the_program_alone(model_r, prompt_12, tmp_path, monkeypatch):
+    from lifetrace.steps import StepReader
+
+    expected = model_r.generate(prompt_12, max_new_tokens=4, do_sample=False)
+
+    def broken(self, *args):
+        raise KeyError("a bug")
+
+    with pytest.warns(UserWarning, match="lifetrace failed while recording: KeyError"):
+        with lifetrace.trace(model_r, out=tmp_path / "t"):
+            monkeypatch.setattr(StepReader, "read", broken)
+            generated = model_r.generate(prompt_12, max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, expected)
+
+
 def test_classifier_free_guidance_is_a_step_inside_a_step(model_r, prompt_12, tmp_path):
     expected = model_r.generate(prompt_12, max_new_tokens=3, do_sample=False, guidance_scale=1.5)
     with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
