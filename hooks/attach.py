@@ -128,13 +128,21 @@ class RootHook:
     def __init__(self, call: Any) -> None:
         self.call = call
 
-    @torch.compiler.disable
     def __call__(self, *args: Any) -> None:
-        """Pass on; a compiled model does not trace this into its graph."""
+        """Pass on."""
         self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inert, ()
+
+
+class CompiledRootHook(RootHook):
+    """The same on a compiled model: it breaks the graph rather than being traced into it."""
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> None:
+        """Pass on."""
+        self.call(*args)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -235,9 +243,10 @@ class Attachment:
     def attach(self) -> None:
         """Put on all hooks."""
         hooks = RootHooks(self.model, self.recorder, self.number)
+        hook = CompiledRootHook if is_compiled(self.model) else RootHook
         self._root_handles = [
-            self.model.register_forward_pre_hook(RootHook(hooks.begin), prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(RootHook(hooks.end), with_kwargs=True, always_call=True),
+            self.model.register_forward_pre_hook(hook(hooks.begin), prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(hook(hooks.end), with_kwargs=True, always_call=True),
         ]
         self.resume()
 

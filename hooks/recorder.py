@@ -135,7 +135,7 @@ class Recorder:
 
     Args:
         tape: where hooks leave their marks.
-        on_steps: called with finished steps, in the thread that generates, between two steps.
+        on_steps: called with finished steps, in the thread that generates, before a step begins.
         read_memory: returns (allocated, reserved, peak) bytes, or None each.
         wants: whether the modules of a call's Nth step are marked; `on_toggle` is told of changes.
         flush_steps: hand on when so many steps are finished,
@@ -177,6 +177,8 @@ class Recorder:
         step = self._thread.step
         if step is not None and step.chose and not step.choosing:
             self.preparing()
+        if self._thread.step is None:
+            self._flush_if_due()
         outer = self._set_aside()
         with self._lock:
             parent = outer[1].index if outer[1] is not None else None
@@ -225,6 +227,7 @@ class Recorder:
         if step is not None and step.forwarded and not step.choosing:
             role = step.role
             self._close_step()
+            self._flush_if_due()
             self._open_step(role)
 
     def forward_begins(self, arguments: dict[str, Any], model: int = 0) -> tuple[Call | None, Step | None, Any] | None:
@@ -374,9 +377,13 @@ class Recorder:
         self._thread.step = None
         with self._lock:
             self._finished.append(step)
-            full = len(self._finished) >= self.flush_steps
-            due = full or time.monotonic() - self._last_flush >= self.flush_seconds
-        if due:
+
+    def _flush_if_due(self) -> None:
+        """Hand steps on when they are many or old: before a step begins, never while a call returns."""
+        with self._lock:
+            waiting = len(self._finished)
+            old = time.monotonic() - self._last_flush >= self.flush_seconds
+        if waiting >= self.flush_steps or (waiting and old):
             self.flush()
 
     def flush(self) -> None:

@@ -174,6 +174,23 @@ def test_a_compiled_model_keeps_its_tokens_and_says_what_is_hidden(model_r, prom
         assert inside.empty
 
 
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_model_compiled_as_a_whole(model_r, prompt_12, tmp_path, when):
+    expected = model_r.generate(prompt_12, max_new_tokens=3, do_sample=False)
+    if when == "before":
+        model_r.compile(backend="eager")
+    with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
+        if when == "inside":
+            model_r.compile(backend="eager")
+        generated = model_r.generate(prompt_12, max_new_tokens=3, do_sample=False)
+    assert torch.equal(expected, generated)
+    assert trace.steps.kv_len_before.tolist() == [0, 12, 13]
+    assert trace.steps.forward_ns.notna().all()
+    if when == "before":
+        assert trace.meta["notes"][0].startswith("the model is compiled")
+        assert trace.spans.module.isna().all()
+
+
 def test_continuous_batching_is_refused(model_r, prompt_12, tmp_path):
     with (
         pytest.raises(lifetrace.ModelError, match="continuous batching"),

@@ -159,6 +159,7 @@ def main() -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        repetition_penalty=1.2,  # greedy text of so small a model goes in circles without
     )
     model.half().save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
