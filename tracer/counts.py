@@ -24,6 +24,7 @@ OUTSIDE = ("tokenize", "prepare", "sample", "detokenize")
 CORE = "\0core"  # stands behind an attention module's name for its work outside its inner modules
 MAX_REPLAYS = 96
 UNKNOWN = -1
+FLOPS = 1  # where they stand in the numbers of a whole step: weight bytes before them
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class WorkLog:
 
     families: dict[tuple[Any, ...], Family] = field(default_factory=dict)
     caches: dict[int, tuple[KVState, KVState, int]] = field(default_factory=dict)
+    recomputing: list[tuple[int, Signature]] = field(default_factory=list)
 
     def note(self, steps: Iterable[Step]) -> None:
         """Remember the signatures of finished steps, and their caches before and after."""
@@ -67,6 +69,8 @@ class WorkLog:
             signature = step.signature
             if signature is None or step.failed:
                 continue
+            if step.call.kind == "generate" and not step.prefill and not signature.use_cache:
+                self.recomputing.append((step.index, signature))
             self.caches[step.index] = (step.kv_before, step.kv_after, signature.q_len)
             if signature.kv_len_before is not None:
                 key = (step.model, *_family_key(signature))
@@ -307,6 +311,25 @@ class Completion:
             for length, table in interpolation.counted.items():
                 steps = [s for s, at in zip(family.steps, family.lengths, strict=True) if at == length]
                 self.products += [{"signature": number, "steps": steps, **row} for row in table.products if steps]
+
+    def recomputed(self, replayer: Replayer, lifecycle: Lifecycle) -> tuple[int, int] | None:
+        """FLOPs of the decode steps that ran without a KV cache, and what they would be with one.
+
+        None where every step had its cache, or something could not be counted.
+        """
+        if not self.log.recomputing:
+            return None
+        steps, signatures = zip(*self.log.recomputing, strict=True)
+        one = replace(signatures[0], q_len=1, head_positions=1, use_cache=True)
+        cached = Family(one, lengths=[signature.q_len - 1 for signature in signatures])
+        try:
+            interpolation = Interpolation(replayer, lifecycle, cached)
+        except ReplayError as error:
+            self.failures.add(str(error))
+            return None
+        done = [int(self.of_step[step].step[FLOPS]) for step in steps if step in self.of_step]
+        needed = [int(interpolation.at(length).step[FLOPS]) for length in cached.lengths]
+        return (sum(done), sum(needed)) if len(done) == len(needed) and UNKNOWN not in done + needed else None
 
     def uncounted(self) -> list[dict[str, Any]]:
         """Modules that ran an operator without formula, with its names."""

@@ -104,6 +104,7 @@ class Session:
         self._ordinals: dict[int, int] = {}
         self.uncounted: list[dict[str, Any]] | None = None
         self.uncountable: list[str] = []
+        self.findings: list[str] = []
         self.loose_spans: list[dict[str, Any]] = []
         self.token_details: dict[TokenKey, dict[str, Any]] = {}
         self.origin_ns = 0
@@ -149,6 +150,7 @@ class Session:
             "notes": [
                 *self.lifecycle.notes,
                 *self.compiled_notes,
+                *self.findings,
                 *(f"some steps could not be counted: {reason}" for reason in self.uncountable),
                 *(str(fault) for fault in self.faults),
             ],
@@ -257,12 +259,24 @@ class Session:
         completion = Completion(self.work)
         for number, (model, lifecycle) in enumerate([(self.model, self.lifecycle), *self.assistants]):
             try:
-                completion.replay(Replayer(model), lifecycle, number)
+                replayer = Replayer(model)
+                completion.replay(replayer, lifecycle, number)
+                if number == 0:
+                    self._note_recomputing(completion.recomputed(replayer, lifecycle))
             except ReplayError as error:
                 completion.failures.add(str(error))
         self.uncounted = completion.uncounted()
         self.uncountable = sorted(completion.failures)
         return completion
+
+    def _note_recomputing(self, flops: tuple[int, int] | None) -> None:
+        """Say what the KV cache would have saved, where a call did without."""
+        if flops is not None:
+            done, needed = flops
+            self.findings.append(
+                f"without a KV cache decode computed {done:,} FLOPs; with one it would be {needed:,}, "
+                f"{done / needed:.1f} times less"
+            )
 
     def _modules(self) -> pa.Table:
         rows = [

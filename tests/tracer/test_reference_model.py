@@ -218,6 +218,10 @@ def test_without_a_cache_every_position_is_computed_again(model_r, prompt_12, tm
     assert trace.steps.q_len.tolist() == [12, 13, 14]
     assert trace.steps.phase.tolist() == ["prefill", "decode", "decode"]
     assert trace.steps.flops_dense.tolist() == [forward_flops(n, n * n) for n in (12, 13, 14)]
+    again = sum(forward_flops(n, n * (n + 1) // 2) for n in (13, 14))
+    cached = sum(forward_flops(1, n) for n in (13, 14))
+    note = f"decode computed {again:,} FLOPs; with one it would be {cached:,}, {again / cached:.1f} times less"
+    assert note in trace.meta["notes"][0]
 
 
 def test_three_traces_give_the_same_numbers(model_r, prompt_12, tmp_path):
