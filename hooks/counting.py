@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+FUSED_ATTENTION = "_scaled_dot_product_"  # attention as one operator, whichever kernel it chooses
 SUSPICIOUS = ("mm", "conv", "attention", "dot", "mv", "einsum", "scan", "rnn", "lstm", "gru", "cdist", "fft")
 
 
@@ -71,7 +72,7 @@ class CallCount:
             yield from call.products()
 
     def walk(self) -> Iterable["CallCount"]:
-        """This call and all calls inside it."""
+        """The call and all calls inside it."""
         yield self
         for call in self.inner:
             yield from call.walk()
@@ -123,7 +124,11 @@ class CountingMode(TorchDispatchMode):
             self.stack[-1].unknown.add(str(packet))
         else:
             self.stack[-1].own.extend(products)
-            self._follow_scores(name, args, output, products)
+            if name.startswith(FUSED_ATTENTION):
+                for product in products:
+                    self._limit(product, args[0].shape[-2], args[1].shape[-2])
+            else:
+                self._follow_scores(name, args, output, products)
         return output
 
     def _note_weights(self, name: str, args: tuple[Any, ...], output: Any) -> None:
@@ -151,19 +156,25 @@ class CountingMode(TorchDispatchMode):
         if not isinstance(output, torch.Tensor):
             return
         if products and source is not None and source.softmaxed:
-            self._limit(products[0], source.product.m, source.keys)
-        elif products and not any(storage_id(t) in self.weights for t in _tensors(args)):
-            output._lifetrace_scores = _Scores(products[0], output.shape[-1])  # type: ignore[attr-defined]
+            products[0].attention = True
+            products[0].pairs_fraction = source.product.pairs_fraction
+        elif products and output.dim() and not any(storage_id(t) in self.weights for t in _tensors(args)):
+            output._lifetrace_scores = _Scores(products[0], output.shape[-1])
         elif source is not None and not products:
             if name in ("_softmax", "_safe_softmax", "softmax"):
                 if not source.softmaxed:
-                    self._limit(source.product, source.product.m, source.keys)
+                    self._limit(source.product, source.product.m, source.keys, args[0])
                 source = _Scores(source.product, source.keys, softmaxed=True)
-            output._lifetrace_scores = source  # type: ignore[attr-defined]
+            output._lifetrace_scores = source
 
-    def _limit(self, product: Product, q_len: int, keys: int) -> None:
+    def _limit(self, product: Product, q_len: int, keys: int, scores: torch.Tensor | None = None) -> None:
+        """Note how many pairs are let through: read from masked scores that hold values, else as reasoned."""
         product.attention = True
-        product.pairs_fraction = (self.visible_pairs(self.stack, q_len, keys), q_len * keys)
+        if scores is not None and scores.device.type != "meta":
+            visible = int((scores > torch.finfo(scores.dtype).min / 2).sum())
+            product.pairs_fraction = (visible, scores.numel())
+        else:
+            product.pairs_fraction = (self.visible_pairs(self.stack, q_len, keys), q_len * keys)
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,8 @@ def _products(packet: Any, name: str, args: Any, kwargs: Any, output: Any) -> li
     if name == "_grouped_mm":
         left, right = args[0], args[1]
         return [Product(left.shape[0], right.shape[-1], left.shape[-1], 1, _bytes(left, right, output))]
+    if name.startswith(FUSED_ATTENTION):
+        return _attention(*args[:3])
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=output)
         return [Product(1, 1, flops // 2, 1, _bytes(*_tensors(args), output))] if flops else []
@@ -242,6 +255,15 @@ def _products(packet: Any, name: str, args: Any, kwargs: Any, output: Any) -> li
 def _product(left: torch.Tensor, right: torch.Tensor, output: torch.Tensor) -> Product:
     batch = left.shape[0] if left.dim() == 3 else 1
     return Product(left.shape[-2], right.shape[-1], left.shape[-1], batch, _bytes(left, right, output))
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Product]:
+    """Scores of queries [b, h, q, d] with keys [b, h', k, d], and the weighted sum of values [b, h', k, v]."""
+    batch, q_len, keys = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
+    return [
+        Product(q_len, keys, query.shape[-1], batch, _bytes(query, key)),
+        Product(q_len, value.shape[-1], keys, batch, _bytes(value)),
+    ]
 
 
 def _convolution(args: Any, output: torch.Tensor) -> Product:
@@ -283,9 +305,9 @@ class ForwardCount:
 
     root: CallCount
 
-    def calls(self) -> dict[tuple[str, int], CallCount]:
-        """Each module call by name and call index."""
-        return {(call.module, call.call_index): call for call in self.root.walk()}
+    def flops_dense(self) -> int:
+        """The FLOPs of all products of the forward."""
+        return sum(product.flops_dense for product in self.root.products())
 
 
 class CallTree:

@@ -25,8 +25,9 @@ class ModuleRow:
 def inventory(model: nn.Module, lifecycle: Lifecycle) -> list[ModuleRow]:
     """List the modules with parameters of their own, in registration order.
 
-    A parameter that two modules share counts at the first; the others say so in `tied_to` and
-    still show their own size, so that sums leave out rows where `tied_to` is set.
+    A parameter that two modules share counts at the first. A module that shares all of its own
+    says so in `tied_to` and still shows its size, so that sums leave out rows where `tied_to` is
+    set; one that shares some of them shows the rest.
     """
     owners: dict[int, str] = {}
     rows = []
@@ -35,6 +36,9 @@ def inventory(model: nn.Module, lifecycle: Lifecycle) -> list[ModuleRow]:
         if not own:
             continue
         shared = [owners[id(parameter)] for parameter in own if id(parameter) in owners]
+        if len(shared) < len(own):  # only a part of it is counted elsewhere: a bias of its own, say
+            own = [parameter for parameter in own if id(parameter) not in owners]
+            shared = []
         for parameter in own:
             owners.setdefault(id(parameter), name)
         local = [_local(parameter) for parameter in own]

@@ -5,13 +5,15 @@ static cache counts on the device is followed on the host instead (`positions_se
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-# The names under which a forward takes its cache, newest first.
-CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past", "cache_params", "state")
+# The names under which a forward takes and gives its cache, newest first.
+CACHE_ARGUMENTS = (
+    "cache", "past_key_values", "layer_past", "cache_params", "state", "mems", "past_buckets_states"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,10 @@ def read(cache: Any, positions_seen: int | None = None) -> tuple[LayerKV, ...]:
     """
     if cache is None:
         return ()
-    cache = getattr(cache, "self_attention_cache", cache)
-    layers = getattr(cache, "layers", None)
-    if layers is None:
-        layers = cache if isinstance(cache, tuple | list) else [cache]
-    return tuple(_read_layer(layer, positions_seen) for layer in layers)
+    rows = [_read_layer(slot, positions_seen) for slot in _slots(getattr(cache, "self_attention_cache", cache))]
+    # What layers keep of other positions than their own stands behind, where there is any.
+    crossed = [_read_layer(slot, None) for slot in _slots(getattr(cache, "cross_attention_cache", ()))]
+    return tuple(rows + [replace(row, kind="cross") for row in crossed if row.kind != "empty"])
 
 
 def positions(cache: Any) -> int | None:
@@ -63,11 +64,11 @@ def positions(cache: Any) -> int | None:
     if cache is None:
         return 0
     cache = getattr(cache, "self_attention_cache", cache)
-    layers = getattr(cache, "layers", None)
-    if layers is None:
-        return max((kv.length for kv in read(cache)), default=0)
+    if not hasattr(cache, "layers") and hasattr(cache, "get_seq_length"):
+        length = cache.get_seq_length()
+        return length if isinstance(length, int) else None
     seen = 0
-    for layer in layers:
+    for layer in getattr(cache, "layers", None) or _slots(cache):
         count = getattr(layer, "cumulative_length", None)
         if isinstance(count, int):
             seen = max(seen, count)
@@ -77,7 +78,46 @@ def positions(cache: Any) -> int | None:
             return int(count)
         elif isinstance(keys := getattr(layer, "keys", None), torch.Tensor) and keys.dim() > 1:
             return max(seen, keys.shape[-2])
+        elif isinstance(layer, tuple) and len(layer) > 1 and isinstance(layer[0], torch.Tensor):
+            seen = max(seen, _read_layer(layer, None).length)
     return seen
+
+
+def _slots(cache: Any) -> list[Any]:
+    """The layers of a cache by slot, however it keeps them.
+
+    Most have `layers`. Others keep lists, or dictionaries by number, with one entry a layer; some
+    keep such lists beside `layers`, for the layers that hold no keys.
+    """
+    if isinstance(cache, tuple | list):
+        return list(cache)
+    layers = getattr(cache, "layers", None)
+    if layers is not None and type(cache).__module__ == "transformers.cache_utils":
+        return list(layers)  # the common case: nothing stands beside the layers
+    beside = [_entries(value) for name, value in vars(cache).items() if name != "layers"]
+    beside = [entries for entries in beside if _holds_tensors(entries)]
+    if layers is None and not beside:
+        return [cache]
+    slots = list(layers or ())
+    slots += [()] * (max(map(len, beside), default=0) - len(slots))
+    return [_slot(layer, [e[number] for e in beside if number < len(e)]) for number, layer in enumerate(slots)]
+
+
+def _slot(layer: Any, beside: list[Any]) -> Any:
+    """The layer itself where it holds anything, else what the cache keeps for it beside."""
+    states = States(entry for entry in beside if _holds_tensors(entry))
+    return layer if _holds_tensors(layer) or not states else states
+
+
+class States(list[Any]):
+    """The states of one layer that its cache keeps in lists of its own."""
+
+
+def _entries(value: Any) -> list[Any]:
+    """A list, or a dictionary by layer number, as a list; anything else holds no layers."""
+    if isinstance(value, dict) and all(isinstance(key, int) for key in value):
+        return [value.get(number, ()) for number in range(max(value, default=-1) + 1)]
+    return list(value) if isinstance(value, tuple | list) else []
 
 
 def _read_layer(layer: Any, positions_seen: int | None) -> LayerKV:
@@ -86,7 +126,10 @@ def _read_layer(layer: Any, positions_seen: int | None) -> LayerKV:
         return _read_growing(keys, values)
     tensors = list(_tensors(layer))
     if not tensors:
-        return LayerKV("shared" if getattr(layer, "is_initialized", True) else "empty", 0, 0, 0, None, None)
+        shared = getattr(layer, "is_initialized", not isinstance(layer, tuple | list))
+        return LayerKV("shared" if shared else "empty", 0, 0, 0, None, None)
+    if isinstance(layer, tuple) and len(tensors) > 1:
+        keys, values = tensors[:2]
     allocated = _storage_bytes(tensors)
     held = keys.shape[-2] if isinstance(keys, torch.Tensor) and keys.dim() > 2 else 0
     capacity = getattr(layer, "max_cache_len", None)
@@ -97,9 +140,7 @@ def _read_layer(layer: Any, positions_seen: int | None) -> LayerKV:
     elif kind == "quantized":
         length = getattr(layer, "cumulative_length", held)
     first = keys if isinstance(keys, torch.Tensor) and keys.numel() else tensors[0]
-    return LayerKV(
-        kind, length, logical, allocated, _dtype(first), str(first.device), capacity if held else None
-    )
+    return LayerKV(kind, length, logical, allocated, _dtype(first), str(first.device), capacity if held else None)
 
 
 def _read_growing(keys: torch.Tensor, values: torch.Tensor | None) -> LayerKV:
@@ -111,6 +152,8 @@ def _read_growing(keys: torch.Tensor, values: torch.Tensor | None) -> LayerKV:
 
 
 def _kind(layer: Any) -> str:
+    if isinstance(layer, States | torch.Tensor):
+        return "state"
     if hasattr(layer, "_quantized_keys"):
         return "quantized"
     if getattr(layer, "recurrent_states", None) is not None or getattr(layer, "conv_states", None) is not None:
@@ -122,6 +165,9 @@ def _kind(layer: Any) -> str:
 
 def _tensors(layer: Any) -> Iterable[torch.Tensor]:
     """Yield the tensors of a cache layer that hold states, however it stores them; counters are not states."""
+    if isinstance(layer, torch.Tensor):
+        yield layer
+        return
     values = layer if isinstance(layer, tuple | list | dict) else getattr(layer, "__dict__", {})
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
@@ -129,6 +175,10 @@ def _tensors(layer: Any) -> Iterable[torch.Tensor]:
                 yield value
         elif isinstance(value, tuple | list | dict):
             yield from _tensors(value)
+
+
+def _holds_tensors(layer: Any) -> bool:
+    return next(iter(_tensors(layer)), None) is not None
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

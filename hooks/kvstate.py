@@ -24,8 +24,19 @@ class KVLayout:
 
     @cached_property
     def family(self) -> tuple[LayerKV, ...]:
-        """The layers without lengths: the same object for all caches of the same make."""
-        bare = tuple(replace(layer, length=0, logical_bytes=0, allocated_bytes=0) for layer in self.layers)
+        """The layers without lengths: the same object for all caches of the same make.
+
+        A recurrent state keeps its bytes, which belong to its make: what grows is no such state.
+        """
+        bare = tuple(
+            replace(
+                layer,
+                length=0,
+                logical_bytes=layer.logical_bytes if layer.kind == "state" else 0,
+                allocated_bytes=0,
+            )
+            for layer in self.layers
+        )
         known = bare if any(layer.kind != "empty" for layer in bare) else ()
         return _families.setdefault(known, known)
 

@@ -1,106 +1,171 @@
-"""Replays a step's shapes on a meta copy of the model, after the run, to count its work.
+"""Runs a step's shapes again after the run, on a meta copy of the model, to count its work.
 
 The copy holds no memory: every parameter and buffer is an empty meta tensor. It runs with eager
 attention and batched experts, whose operators show all products; the counts do not depend on
-which implementation the run used. Each distinct signature is replayed once, and decode steps
-that differ only in the length of their cache are counted at the ends of a range: the counts
-are affine between, which a step in the middle verifies, or the range is halved.
+which implementation the run used. Where code looks into values, which meta tensors have not, the
+real model runs the same shapes once more, untimed, with eager attention. Each distinct signature is replayed
+once; decode steps that differ only in the length of their cache are counted at the ends of a
+range (`tracer.counts`).
 """
 
 import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache, StaticCache
 
-from .attach import on_calls
+from .attach import device_of, on_calls
 from .counting import CallCount, CallTree, CountingMode, ForwardCount, causal_pairs, storage_id
-from .kvcache import CACHE_ARGUMENTS, find_cache
+from .kvcache import CACHE_ARGUMENTS, LayerKV, find_cache, positions, read
 from .recorder import Signature
 
 EAGER, BATCHED = "eager", "batched_mm"
+MAX_REAL_RUNS = 24  # of the real model, for one trace: counting may not take longer than what it counts
 
 
 class ReplayError(Exception):
-    """A signature that the meta copy cannot replay; the message says why."""
+    """A signature that cannot be replayed; the message says why."""
 
 
 class Replayer:
-    """Replays signatures on a meta copy of one model.
-
-    Raises:
-        ReplayError: when the model cannot be copied.
-    """
+    """Replays signatures of one model: on a meta copy, or on the model itself where that cannot be."""
 
     def __init__(self, model: nn.Module) -> None:
-        try:
-            self.model = meta_copy(model)
-        except Exception as error:  # noqa: BLE001 - a model may refuse to be copied in any way
-            raise ReplayError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
-        self.names = {module: name for name, module in self.model.named_modules()}
-        self.modules = dict(self.model.named_modules())
-        self.weights = {storage_id(p): p.nbytes for p in self.model.parameters()}
+        self.model = model
+        self.real_runs = 0
 
     def count(self, signature: Signature, kv_len_before: int) -> ForwardCount:
         """Count the forward of a signature with so many positions in its cache.
 
         Raises:
-            ReplayError: when the meta copy cannot run it.
+            ReplayError: when neither the meta copy nor the model itself can run it.
         """
         reasons = []
-        for masked in (False, True):  # some models look into a mask, others miss it
-            try:
-                return self._count(signature, kv_len_before, masked)
-            except Exception as error:  # noqa: BLE001 - any model code may run here; the reason is reported
-                reasons.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-        raise ReplayError(reasons[0])
+        for run in (self._count_on_meta, self._count_really):
+            for masked in (False, True):  # some models look into a mask, others miss it
+                try:
+                    return run(signature, kv_len_before, masked)
+                except Exception as error:  # noqa: BLE001 - any model code may run here; the reason is reported
+                    reasons.append(_reason(error))
+        raise ReplayError(reasons[-1])
+
+    @cached_property
+    def _meta(self) -> "Runner":
+        return Runner(meta_copy(self.model))
+
+    @cached_property
+    def _real(self) -> "Runner":
+        return Runner(self.model)
+
+    def _count_on_meta(self, signature: Signature, kv_len_before: int, masked: bool) -> ForwardCount:
+        return self._meta.count(signature, kv_len_before, masked)
+
+    def _count_really(self, signature: Signature, kv_len_before: int, masked: bool) -> ForwardCount:
+        """Run the model itself, with two sets of tokens: code that looks into values may count differently."""
+        if self.real_runs >= MAX_REAL_RUNS:
+            raise ReplayError(f"counting would run the model itself more than {MAX_REAL_RUNS} times")
+        self.real_runs += 2
+        with eager_attention(self.model):
+            count, other = (self._real.count(signature, kv_len_before, masked, spread) for spread in (False, True))
+        if count.flops_dense() != other.flops_dense():
+            raise ReplayError("how much is computed depends on the tokens themselves")
+        return count
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+class Runner:
+    """Runs signatures on one model, real or of meta tensors, and counts them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.modules = dict(model.named_modules())
+        self.weights = {storage_id(p): p.nbytes for p in model.parameters()}
+        self.device = torch.device(device_of(model) or "cpu")
+        self.spread = False
+        self.accepted = set(inspect.signature(model.forward).parameters)
 
     @torch.no_grad()
-    def _count(self, signature: Signature, kv_len_before: int, masked: bool) -> ForwardCount:
-        cache = self._cache(signature, kv_len_before, masked)
-        inputs = self._inputs(signature, signature.q_len) | {"logits_to_keep": signature.head_positions}
-        if masked:
-            inputs["attention_mask"] = self._mask(signature, kv_len_before + signature.q_len)
-        return self._forward(inputs, signature, cache, kv_len_before)
+    def count(self, signature: Signature, kv_len_before: int, masked: bool, spread: bool = False) -> ForwardCount:
+        """Count one forward, with a mask of ones or without one; random numbers are left as they were.
+
+        Args:
+            signature: what to run.
+            kv_len_before: positions in the cache.
+            masked: whether to give a mask.
+            spread: give different tokens instead of one and the same.
+        """
+        self.spread = spread
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            cache = self._cache(signature, kv_len_before, masked)
+            inputs = self._inputs(signature, signature.q_len) | {"logits_to_keep": signature.head_positions}
+            inputs |= {name: self._zeros(shape, dtype) for name, shape, dtype in signature.extras}
+            if masked:
+                inputs["attention_mask"] = self._mask(signature, kv_len_before + signature.q_len)
+            return self._forward(inputs, signature, cache, kv_len_before)
 
     def _mask(self, signature: Signature, length: int) -> torch.Tensor:
-        return torch.ones(signature.batch, length, dtype=torch.long, device="meta")
+        return torch.ones(signature.batch, length, dtype=torch.long, device=self.device)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _inputs(self, signature: Signature, q_len: int) -> dict[str, Any]:
+        """Inputs of the right shape; which ids they are should not matter."""
+        shape = (signature.batch, q_len)
         if signature.embeds:
             width = self.model.get_input_embeddings().embedding_dim
-            embeds = torch.empty(signature.batch, q_len, width, dtype=self.model.dtype, device="meta")
-            return {"inputs_embeds": embeds}
-        return {"input_ids": torch.empty(signature.batch, q_len, dtype=torch.long, device="meta")}
+            return {"inputs_embeds": self._zeros((*shape, width), self.model.dtype)}
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        ids = torch.ones(shape, dtype=torch.long, device=self.device)
+        return {"input_ids": ids.cumsum(-1) % vocabulary if self.spread else ids}
 
     def _cache(self, signature: Signature, kv_len_before: int, masked: bool) -> Any:
-        """Make the cache by replaying what filled it, uncounted."""
-        if not signature.use_cache:
-            return None
-        cache = self._empty_cache(signature)
-        if kv_len_before == 0:
-            return cache
-        filling = self._inputs(signature, kv_len_before)
+        """Make the cache by running what fills it, uncounted."""
+        recurrent = bool(signature.kv) and all(kv.kind == "state" for kv in signature.kv)
+        if not signature.use_cache or (kv_len_before == 0 and not recurrent):
+            return self._empty_cache(signature)
+        filled = self._filled(signature, max(kv_len_before, 1), masked)
+        surplus = (positions(filled) or 0) - kv_len_before
+        if 0 < surplus < kv_len_before:  # the model puts positions of its own before the prompt
+            filled = self._filled(signature, kv_len_before - surplus, masked)
+        if positions(filled) not in (kv_len_before, None) or not _same_states(read(filled), signature.kv):
+            raise ReplayError(f"its cache cannot be filled with {kv_len_before} positions")
+        return filled
+
+    def _filled(self, signature: Signature, length: int, masked: bool) -> Any:
+        filling = self._inputs(signature, length)
         if masked:
-            filling["attention_mask"] = self._mask(signature, kv_len_before)
+            filling["attention_mask"] = self._mask(signature, length)
+        cache = self._empty_cache(signature)
         output = self._call(filling | {"logits_to_keep": 1}, cache, use_cache=True)
         filled = find_cache(output)
         return filled if filled is not None else cache
 
     def _empty_cache(self, signature: Signature) -> Any:
-        capacity = max((kv.capacity for kv in signature.kv if kv.capacity is not None), default=None)
-        if capacity is None:
+        if not signature.use_cache:
             return None
-        from transformers import StaticCache
-
-        return StaticCache(config=self.model.config, max_cache_len=capacity)
+        capacity = max((kv.capacity for kv in signature.kv if kv.capacity is not None), default=None)
+        if capacity is not None:
+            return StaticCache(config=self.model.config, max_cache_len=capacity)
+        if signature.cache_class == DynamicCache.__name__:
+            return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        return None  # the model makes one of its own kind
 
     def _call(self, inputs: dict[str, Any], cache: Any, use_cache: bool) -> Any:
-        accepted = forward_parameters(self.model)
         if cache is not None:
-            name = next((n for n in CACHE_ARGUMENTS if n in accepted), CACHE_ARGUMENTS[0])
+            name = next((n for n in CACHE_ARGUMENTS if n in self.accepted), CACHE_ARGUMENTS[0])
             inputs = inputs | {name: cache}
-        if "logits_to_keep" not in accepted:
+        if "logits_to_keep" not in self.accepted:
             inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
         return self.model(**inputs, use_cache=use_cache, return_dict=True)
 
@@ -119,34 +184,41 @@ class Replayer:
     def _visible_pairs(self, stack: list[CallCount], q_len: int, keys: int, before: int, step_q_len: int) -> int:
         """Pairs let through in the attention that is running; all of them where it is not causal self-attention."""
         module = self.modules[stack[-1].module]
-        if q_len != step_q_len or keys < q_len or getattr(module, "is_causal", True) is False:
+        causal = getattr(module, "is_causal", None)
+        if keys < q_len or (causal is False and not getattr(module, "is_decoder", False)):
             return q_len * keys
-        window = _window(module, self.model.config)
-        chunk = getattr(module, "attention_chunk_size", None) if getattr(module, "use_rope", True) else None
-        pairs = causal_pairs(q_len, before, window, chunk if isinstance(chunk, int) else None)
-        return min(pairs, q_len * keys)
+        if q_len != step_q_len:  # over other positions than the step's, such as patches of bytes
+            return causal_pairs(q_len, keys - q_len) if causal else q_len * keys
+        window, chunk = reach(module, self.model.config)
+        return min(causal_pairs(q_len, before, window, chunk), q_len * keys)
 
 
-def _window(module: nn.Module, config: Any) -> int | None:
-    """The sliding window of an attention module: its own, else the one its config gives to all layers."""
-    if hasattr(module, "sliding_window"):
-        window = module.sliding_window
-    else:
-        text = config.get_text_config(decoder=True)
-        types = getattr(text, "layer_types", None)
-        index = getattr(module, "layer_idx", None)
-        sliding = types is None or (isinstance(index, int) and index < len(types) and "sliding" in types[index])
-        window = getattr(text, "sliding_window", None) if sliding else None
-        if getattr(text, "use_sliding_window", True) is False:
-            window = None
-    return window if isinstance(window, int) else None
+def _same_states(filled: tuple[LayerKV, ...], noted: tuple[LayerKV, ...]) -> bool:
+    """Whether the recurrent states of two caches are of one size; what grows is not a state but a memory."""
+    states = [[kv.logical_bytes for kv in layers if kv.kind == "state"] for layers in (filled, noted)]
+    return states[0] == states[1]
 
 
-def forward_parameters(model: nn.Module) -> set[str]:
-    """Names that a model's forward takes."""
-    import inspect
+def reach(module: nn.Module, config: Any) -> tuple[int | None, int | None]:
+    """The sliding window and the chunk that limit an attention module, None each where nothing does.
 
-    return set(inspect.signature(model.forward).parameters)
+    What its config says of the layer decides; where it says nothing, a window of the module's own,
+    else the one that the config gives to all layers.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None) or ()
+    index = getattr(module, "layer_idx", getattr(module, "layer_id", None))
+    kind = kinds[index] if isinstance(index, int) and index < len(kinds) else ""
+    window = chunk = None
+    if "chunk" in kind:
+        chunk = getattr(text, "attention_chunk_size", None)
+    elif "full" not in kind and "global" not in kind and getattr(text, "use_sliding_window", True):
+        of_all = getattr(text, "sliding_window", None) or getattr(text, "window_size", None)
+        everywhere = not kinds or "sliding" in kind or "local" in kind
+        window = getattr(module, "sliding_window", of_all if everywhere else None)
+    if "sliding" not in kind and hasattr(module, "indexer"):  # it chooses this many keys for each query
+        window = getattr(text, "index_topk", None)
+    return (window if isinstance(window, int) else None, chunk if isinstance(chunk, int) else None)
 
 
 def meta_copy(model: nn.Module) -> Any:
@@ -166,7 +238,7 @@ def meta_copy(model: nn.Module) -> Any:
         vars(module).pop("forward", None)
         vars(module).pop("_hf_hook", None)
     clone.eval()
-    _use_countable(clone)
+    _choose(clone, {"_attn_implementation": EAGER, "_experts_implementation": BATCHED})
     return clone
 
 
@@ -177,9 +249,23 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return empty
 
 
-def _use_countable(model: Any) -> None:
-    """Choose the implementations whose operators show all products."""
+def _choose(model: Any, choices: dict[str, str]) -> list[tuple[Any, str, Any]]:
+    """Choose implementations whose operators show all products; returns what each config had before."""
+    before = []
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        for name, value in (("_attn_implementation", EAGER), ("_experts_implementation", BATCHED)):
+        for name, value in choices.items():
             if getattr(config, name, None) is not None:
+                before.append((config, name, getattr(config, name)))
                 setattr(config, name, value)
+    return before
+
+
+@contextmanager
+def eager_attention(model: Any) -> Iterator[None]:
+    """Let a model run with eager attention, whose masks can be read, and put back what it had."""
+    before = _choose(model, {"_attn_implementation": EAGER})
+    try:
+        yield
+    finally:
+        for config, name, value in before:
+            setattr(config, name, value)

@@ -60,27 +60,27 @@ def find(model: nn.Module) -> Lifecycle:
         )
     names = {module: name for name, module in model.named_modules()}
     embedding, head = _embeddings(model)
-    layer_list = _layer_list(model, embedding, config)
-    layers = {id(layer): index for index, layer in enumerate(layer_list)}
-    chain = _ancestors(model, layer_list)
-    if embedding is not None:
-        chain |= _ancestors(model, embedding)
-    if head is not None:
-        chain |= _ancestors(model, head)
+    layer_lists = _layer_lists(model, embedding, config)
+    layers = {layer: index for index, layer in enumerate(layer for list_ in layer_lists for layer in list_)}
+    chain = set().union(
+        *(_ancestors(model, target) for target in (*layer_lists, embedding, head) if target is not None)
+    )
 
+    heads = set(head.children()) if head is not None and is_container(head) else {head}
     places: dict[str, Place] = {}
     after_layers = False
-    for module, inside_layers in _beside_chain(model, chain, layer_list):
-        after_layers = after_layers or inside_layers
-        if id(module) in layers:
-            _place_layer(places, names, module, layers[id(module)])
-        else:
-            stage = _outer_stage(names[module], module, embedding, head, after_layers)
-            _place_all(places, names, module, stage)
+    for module in _beside_chain(model, chain, layers):
+        if module in layers:
+            after_layers = True
+            _place_layer(places, names, module, layers[module])
+            continue
+        for part in _opened(names[module], module) if after_layers else (module,):
+            stage = _outer_stage(names[part], part, embedding, heads, after_layers)
+            _place_all(places, names, part, stage)
     notes = () if head is not None else ("no output embedding was found: the head is part of `other`",)
     return Lifecycle(
         embed=names.get(embedding) if embedding is not None else None,
-        layers=tuple(names[layer] for layer in layer_list),
+        layers=tuple(names[layer] for layer in layers),
         head=names.get(head) if head is not None else None,
         places=places,
         notes=notes,
@@ -111,8 +111,14 @@ def _embeddings(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     return found[0], found[1]
 
 
-def _layer_list(model: nn.Module, embedding: nn.Module | None, config: object) -> nn.ModuleList:
-    """Choose the list of decoder layers among the outermost module lists of the text model."""
+def _layer_lists(model: nn.Module, embedding: nn.Module | None, config: object) -> list[nn.ModuleList]:
+    """Choose the lists of decoder layers among the outermost module lists of the text model.
+
+    The best is one that the text model's own config governs (a vision tower has another), that is
+    as long as it says, and that stands beside the embedding; the largest of those. Other lists of
+    the same kind of layer run in the same stream, unless what they stand in embeds tokens by a
+    table of its own: then it is a model inside the model.
+    """
     candidates = [module for module in _outermost_lists(model) if any(True for _ in module.parameters())]
     if not candidates:
         raise ModelError(
@@ -123,11 +129,26 @@ def _layer_list(model: nn.Module, embedding: nn.Module | None, config: object) -
     depth = getattr(text_config, "num_hidden_layers", None)
     text_tower = _parent(model, embedding) if embedding is not None else model
 
-    def rank(candidate: nn.ModuleList) -> tuple[bool, bool, int]:
+    def rank(candidate: nn.ModuleList) -> tuple[bool, bool, bool, int]:
+        governed = type(_config_of(model, candidate)) is type(text_config)
         inside = any(module is candidate for module in text_tower.modules())
-        return len(candidate) == depth, inside, sum(parameter.numel() for parameter in candidate.parameters())
+        return governed, len(candidate) == depth, inside, sum(parameter.numel() for parameter in candidate.parameters())
 
-    return max(candidates, key=rank)
+    best = max(candidates, key=rank)
+    kinds = {type(layer) for layer in best}
+
+    def belongs(candidate: nn.ModuleList) -> bool:
+        embeds = (child for child in _parent(model, candidate).children() if isinstance(child, nn.Embedding))
+        return kinds >= {type(layer) for layer in candidate} and all(child is embedding for child in embeds)
+
+    return [candidate for candidate in candidates if candidate is best or belongs(candidate)]
+
+
+def _config_of(root: nn.Module, target: nn.Module) -> object:
+    """The config of the nearest module around the target that has one."""
+    around = _ancestors(root, target)
+    owners = [module for module in root.modules() if module in around and getattr(module, "config", None) is not None]
+    return owners[-1].config if owners else None  # the innermost comes last
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
@@ -147,23 +168,34 @@ def _ancestors(root: nn.Module, target: nn.Module) -> set[nn.Module]:
     return {module for module in root.modules() if module is not target and any(m is target for m in module.modules())}
 
 
-def _beside_chain(
-    root: nn.Module, chain: set[nn.Module], layer_list: nn.ModuleList
-) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield the layers and all that stands beside the chain, in order, with whether it is a layer."""
+def _beside_chain(root: nn.Module, chain: set[nn.Module], layers: dict[nn.Module, int]) -> Iterator[nn.Module]:
+    """Yield the layers and all that stands beside the chain, in order; a list is no module that runs."""
     for child in root.children():
-        if child is layer_list:
-            yield from ((layer, True) for layer in layer_list)
-        elif child in chain:
-            yield from _beside_chain(child, chain, layer_list)
+        if child not in layers and (child in chain or is_container(child)):
+            yield from _beside_chain(child, chain, layers)
         else:
-            yield child, False
+            yield child
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others and is never called itself."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _opened(name: str, module: nn.Module) -> tuple[nn.Module, ...]:
+    """What a transform before the head consists of, if one norm is among it; any other module is itself."""
+    children = dict(module.named_children())
+    norms = [child for child_name, child in children.items() if is_norm(child_name, child)]
+    owns = any(True for _ in module.parameters(recurse=False))
+    if len(norms) != 1 or owns or is_norm(name, module) or any(map(is_container, children.values())):
+        return (module,)
+    return tuple(children.values())
 
 
 def _outer_stage(
-    name: str, module: nn.Module, embedding: nn.Module | None, head: nn.Module | None, after_layers: bool
+    name: str, module: nn.Module, embedding: nn.Module | None, heads: set[nn.Module | None], after_layers: bool
 ) -> Place:
-    if module is head:
+    if module in heads:
         return Place("lm_head", matrix=True)
     if module is embedding or isinstance(module, nn.Embedding):
         return Place("embed", matrix=True)
@@ -174,12 +206,21 @@ def _outer_stage(
 
 def _place_layer(places: dict[str, Place], names: dict[nn.Module, str], layer: nn.Module, index: int) -> None:
     places[names[layer]] = Place("layer", index)
-    for child_name, child in layer.named_children():
+    for child_name, child in _running_children(layer):
         part = _layer_part(child_name, child)
         places[names[child]] = Place("layer", index, part, has_matrix(child))
         for name, module in child.named_modules():
-            if module is not child:
+            if module is not child and not is_container(module):
                 places[names[module]] = Place("layer", index, _inner_part(name, module), has_matrix(module))
+
+
+def _running_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module's children by name, in place of a list what it holds."""
+    for name, child in module.named_children():
+        if is_container(child):
+            yield from _running_children(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
 
 
 def _layer_part(name: str, module: nn.Module) -> str | None:
@@ -204,5 +245,7 @@ def _inner_part(name: str, module: nn.Module) -> str | None:
 
 def _place_all(places: dict[str, Place], names: dict[nn.Module, str], module: nn.Module, place: Place) -> None:
     for inner in module.modules():
+        if is_container(inner):
+            continue
         own = place if inner is module else Place(place.stage, None, place.part, has_matrix(inner))
         places.setdefault(names[inner], own)

@@ -18,46 +18,111 @@ HIDDEN = HEADS * HEAD_WIDTH
 # The size of an attribute, by name; only attributes that a config has are set.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
-         "encoder_layers", "num_encoder_layers", "num_blocks"),
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "decoder_layers",
+            "num_decoder_layers",
+            "encoder_layers",
+            "num_encoder_layers",
+            "num_blocks",
+        ),
         LAYERS,
     ),
     **dict.fromkeys(("depth", "num_global_layers"), 2),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "word_embed_proj_dim", "lru_width",
-         "attention_hidden_size", "out_hidden_size", "embedding_dim", "input_embedding_size", "adapter_in_dim",
-         "adapter_out_dim", "adapter_input_size"),
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "emb_dim",
+            "embedding_size",
+            "word_embed_proj_dim",
+            "lru_width",
+            "attention_hidden_size",
+            "out_hidden_size",
+            "embedding_dim",
+            "input_embedding_size",
+            "adapter_in_dim",
+            "adapter_out_dim",
+            "adapter_input_size",
+        ),
         HIDDEN,
     ),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
-         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "attention_heads",
-         "swa_num_attention_heads", "index_n_heads", "linear_num_heads", "linear_num_value_heads"),
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+            "num_decoder_attention_heads",
+            "num_encoder_attention_heads",
+            "attention_heads",
+            "swa_num_attention_heads",
+            "index_n_heads",
+            "linear_num_heads",
+            "linear_num_value_heads",
+        ),
         HEADS,
     ),
     **dict.fromkeys(
-        ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "linear_num_key_heads",
-         "num_query_groups"),
+        (
+            "num_key_value_heads",
+            "num_kv_heads",
+            "kv_n_heads",
+            "swa_num_key_value_heads",
+            "linear_num_key_heads",
+            "num_query_groups",
+        ),
         2,
     ),
     **dict.fromkeys(
-        ("head_dim", "v_head_dim", "dim_head", "d_head", "attention_head_size", "swa_head_dim", "linear_head_dim",
-         "linear_key_head_dim", "linear_value_head_dim", "index_head_dim", "kv_channels", "qk_nope_head_dim"),
+        (
+            "head_dim",
+            "v_head_dim",
+            "dim_head",
+            "d_head",
+            "attention_head_size",
+            "swa_head_dim",
+            "linear_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "index_head_dim",
+            "kv_channels",
+            "qk_nope_head_dim",
+        ),
         HEAD_WIDTH,
     ),
     **dict.fromkeys(
-        ("intermediate_size", "moe_intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim",
-         "shared_expert_intermediate_size", "shared_intermediate_size", "ffn_hidden_size", "dff", "dim_ff", "d_inner",
-         "n_inner", "feed_forward_size", "expert_ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp",
-         "moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "mlp_dim"),
+        (
+            "intermediate_size",
+            "moe_intermediate_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "ffn_hidden_size",
+            "dff",
+            "dim_ff",
+            "d_inner",
+            "n_inner",
+            "feed_forward_size",
+            "expert_ffn_hidden_size",
+            "dense_intermediate_size",
+            "intermediate_size_mlp",
+            "moe_shared_expert_intermediate_size",
+            "shared_experts_intermediate_size",
+            "mlp_dim",
+        ),
         96,
     ),
-    **dict.fromkeys(
-        ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"), 4
-    ),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2
-    ),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "num_expert_group", "topk_group"), 1),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "hc_lowrank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
@@ -65,11 +130,11 @@ SIZES: dict[str, Any] = {
     "index_topk": 8,
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size"), 8),
     "attention_chunk_size": 8,
-    **dict.fromkeys(
-        ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_dt_rank"), 8
-    ),
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_dt_rank"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), POSITIONS),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(
+        ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY
+    ),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
     "hidden_size_per_layer_input": 8,
     "num_nextn_predict_layers": 0,
@@ -79,26 +144,44 @@ SIZES: dict[str, Any] = {
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SMALL_INDEXER = {
-    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
 }
 
 # What a type needs beyond the rules; `default` goes to the constructor of the default config.
 _SWA = {
-    "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
-    "swa_head_dim": HEAD_WIDTH + 8, "swa_qk_nope_head_dim": HEAD_WIDTH, "swa_v_head_dim": HEAD_WIDTH,
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": HEADS,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": HEAD_WIDTH + 8,
+    "swa_qk_nope_head_dim": HEAD_WIDTH,
+    "swa_v_head_dim": HEAD_WIDTH,
 }
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blenderbot": {"encoder_layers": LAYERS},  # by default fewer than decoder layers, and the cache counts these
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
-    "blt": {"num_hidden_layers": LAYERS,  # the cache of `generate` asks the outer config
-            "encoder_config": {"hidden_size_global": HIDDEN}, "decoder_config": {"hidden_size_global": HIDDEN},
-            "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
+    "blt": {
+        "num_hidden_layers": LAYERS,  # the cache of `generate` asks the outer config
+        "encoder_config": {"hidden_size_global": HIDDEN},
+        "decoder_config": {"hidden_size_global": HIDDEN},
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_size": [3, 4],
+    },
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 2}, "ffn_config": {"moe_top_k": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dory": {"n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2, "num_hidden_layers": 8,
-             "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2},
+    "dory": {
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+    },
     "dots3_note": {"text_config": _SWA},
     "dots3_note_text": _SWA,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
@@ -115,14 +198,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _SMALL_INDEXER,
     "qwen4_exp": {"text_config": _SMALL_INDEXER},
     "roc_bert": {"shape_vocab_size": 32, "pronunciation_vocab_size": 32},
-    "phi4_multimodal": {"audio_config": {"ext_pw_out_channel": 32, "nemo_conv_channels": 32,
-                                         "depthwise_separable_out_channel": 32}},
+    "phi4_multimodal": {
+        "audio_config": {"ext_pw_out_channel": 32, "nemo_conv_channels": 32, "depthwise_separable_out_channel": 32}
+    },
     "reformer": {"axial_pos_embds_dim": [16, HIDDEN - 16], "axial_pos_shape": [8, 16]},
     "xlstm": {"hidden_size": 2 * HIDDEN, "embedding_dim": 2 * HIDDEN},  # its widths round up to 64
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * HIDDEN,
-              "attention_head_dim": 2 * HEAD_WIDTH},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * HIDDEN,
-               "attention_head_dim": 2 * HEAD_WIDTH},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_WIDTH,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_WIDTH,
+    },
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -255,3 +345,69 @@ def prompt(model: Any) -> torch.Tensor:
     """Twelve prompt tokens, none of them special; one row a codebook where a model has several."""
     rows = getattr(model, "num_codebooks", 1)
     return torch.arange(3, 15).repeat(rows, 1)
+
+
+def special_layers(model_type: str) -> list[int]:
+    """The numbers of the layers that a step runs: those of the config, unless `LAYERS_RUN` knows better."""
+    return LAYERS_RUN.get(model_type, list(range(LAYERS)))
+
+
+# Layers that a step runs, where it is not each of LAYERS once.
+LAYERS_RUN: dict[str, list[int]] = {
+    "bloom": [0, 1],  # its config is tiny by itself
+    "blt": list(range(9)),  # one of the byte encoder, four of the patches, four of the byte decoder
+    "dory": list(range(6)),  # one, twice two in a loop, one
+    "hrm_text": list(range(32)),  # twice: three times the four of one stack, then the four of the other
+    "mllama": [0, 2, 3],  # layer 1 looks at an image; there is none
+}
+
+# Types that end without a norm between the last layer and the head: each layer ends in one, or none does.
+NO_FINAL_NORM = frozenset(
+    (
+        "bart",
+        "bert-generation",
+        "blenderbot-small",
+        "git",
+        "marian",
+        "mvp",
+        "openai-gpt",
+        "plbart",
+        "prophetnet",
+        "trocr",
+        "xlnet",
+    )
+)
+
+# Rows of the cache, where it is not one a layer.
+CACHE_ROWS: dict[str, int] = {
+    "bloom": 2,
+    "blt": 8,  # four slots for bytes (one is filled) and four for the byte decoder
+    "dory": 6,
+    "hrm_text": 32,
+    "longcat_flash": 8,  # two attentions a layer
+    "mpt": 0,  # by default it generates without a cache
+    "rwkv": 5,  # five states, each of all layers
+}
+
+# Types that are handed a cache and do not fill it.
+EMPTY_CACHE = frozenset(("openai-gpt",))
+
+# Steps that have no count, and why.
+NOT_COUNTED: dict[str, tuple[tuple[int, ...], str]] = {
+    "longcat_flash": ((0, 1, 2, 3), "experts that do nothing are chosen by the tokens"),
+    "reformer": ((1, 2, 3), "its cache does not say how many positions it holds"),
+    "xlnet": ((1, 2, 3), "its memory does not say how many positions it holds"),
+}
+
+# Types whose attention maps cannot be compared with the pairs that are counted, and why.
+NO_MAPS: dict[str, str] = {
+    "blt": "its maps are of some of its attentions",
+    "cpmant": "its mask is filled after the softmax, so all pairs count",
+    "deepseek_v4": "its compressed keys count as none, with the window's",
+    "minimax": "its linear layers give maps too",
+    "moshi": "its config has a window that its eager mask ignores",
+    "reformer": "no softmax: all pairs of its chunks count",
+    "rwkv": "no attention",
+    "xlm": "it sees positions behind its own",
+    "xlnet": "generation masks it, a plain call does not",
+}
