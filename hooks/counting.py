@@ -99,6 +99,8 @@ class CountingMode(TorchDispatchMode):
         weights: the storages of the model's parameters, by their identity, with bytes each.
         visible_pairs: gives, for the open calls, q and the number of keys, how many query–key
             pairs are let through.
+        weightless: modules without parameters, whose outer products build tables (rotary angles)
+            and add nothing up: no matrix products, though some write them so.
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class CountingMode(TorchDispatchMode):
         root: CallCount,
         weights: dict[int, int],
         visible_pairs: Callable[[list[CallCount], int, int], int],
+        weightless: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.weightless = weightless
         self.stack = [root]
         self.weights = weights
         self.visible_pairs = visible_pairs
@@ -120,6 +124,8 @@ class CountingMode(TorchDispatchMode):
         name = packet.__name__
         self._note_weights(name, args, output)
         products = _products(packet, name, args, kwargs, output)
+        if products and products[0].k == 1 and self.stack[-1].module in self.weightless:
+            products = []
         if products is None:
             self.stack[-1].unknown.add(str(packet))
         else:

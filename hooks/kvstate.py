@@ -101,52 +101,47 @@ class CacheWatch:
     def __init__(self) -> None:
         self._cache: weakref.ref[Any] | None = None
         self._state = NOTHING
+        self._row_shape: tuple[int, ...] = ()
 
-    def before(self, cache: Any, seen: int | None) -> KVState:
-        """The state before a step: that after the step before, unless something was done to the cache."""
+    def before(self, cache: Any) -> tuple[KVState, int | None]:
+        """The state before a step and the positions seen: as after the step before, unless something was done."""
+        return self._look(cache, None)
+
+    def after(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
+        """The state after a step and the positions seen; `expected` is what only a device could tell."""
+        return self._look(cache, expected)
+
+    def _look(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
         if cache is None:
-            return NOTHING
-        if self._same(cache) and self._length(cache) == self._now():
-            return self._state
-        return self._read(cache, seen)
+            return NOTHING, 0
+        length = self._even_length(cache)
+        read_at = self._state.layout.layers[0].length if length is not None else 0
+        if length is None or length < read_at:
+            return self._read(cache, expected)
+        if length != read_at + self._state.grown:
+            self._state = KVState(self._state.layout, length - read_at)
+        return self._state, length
 
-    def after(self, cache: Any, seen: int | None) -> KVState:
-        """The state after a step."""
-        if cache is None:
-            return NOTHING
-        if self._same(cache):
-            length = self._length(cache)
-            if length is not None and length > self._state.layout.layers[0].length:
-                self._state = KVState(self._state.layout, length - self._state.layout.layers[0].length)
-                return self._state
-        return self._read(cache, seen)
-
-    def _same(self, cache: Any) -> bool:
-        return self._cache is not None and self._cache() is cache and self._state.layout.grows_evenly
-
-    def _now(self) -> int:
-        return self._state.layout.layers[0].length + self._state.grown
-
-    def _length(self, cache: Any) -> int | None:
-        """The one length of all layers, None where they differ or the batch has changed."""
-        layers = getattr(cache, "layers", ())
-        if len(layers) != len(self._state.layout.layers):
+    def _even_length(self, cache: Any) -> int | None:
+        """The one length of all layers; None for another cache, or when more than lengths has changed."""
+        if self._cache is None or self._cache() is not cache or not self._state.layout.grows_evenly:
             return None
+        layers = cache.layers
         shapes = {layer.keys.shape for layer in layers if layer.keys is not None}
-        if len(shapes) != 1:
+        if len(shapes) != 1 or len(layers) != len(self._state.layout.layers):
             return None
         shape = shapes.pop()
-        per_position = shape[0] * shape[1] * shape[3] if len(shape) == 4 else None
-        return shape[2] if per_position == self._numbers else None
+        return shape[-2] if self._row_shape == (*shape[:-2], shape[-1]) else None
 
-    def _read(self, cache: Any, seen: int | None) -> KVState:
-        layout = KVLayout(kvcache.read(cache, seen))
-        self._state = KVState(layout)
+    def _read(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
+        seen = kvcache.positions(cache)
+        seen = expected if seen is None else seen
+        self._state = KVState(KVLayout(kvcache.read(cache, seen)))
         try:
             self._cache = weakref.ref(cache)
         except TypeError:  # a plain tuple of tensors cannot be referred to, and is another one each step
             self._cache = None
-        keys = getattr(next(iter(getattr(cache, "layers", ())), None), "keys", None)
-        shape = getattr(keys, "shape", ())
-        self._numbers = shape[0] * shape[1] * shape[3] if len(shape) == 4 else None
-        return self._state
+        keys = getattr(next(iter(getattr(cache, "layers", None) or ()), None), "keys", None)
+        shape = tuple(getattr(keys, "shape", ()))
+        self._row_shape = (*shape[:-2], shape[-1]) if len(shape) > 2 else ()
+        return self._state, seen

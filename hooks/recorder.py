@@ -250,8 +250,7 @@ class Recorder:
         assert step is not None
         step.model = model
         cache = kvcache.find_cache(arguments)
-        seen = kvcache.positions(cache)
-        step.kv_before = step.call.cache_watch.before(cache, seen)
+        step.kv_before, seen = step.call.cache_watch.before(cache)
         step.signature = _signature(arguments, cache, seen, step.kv_before)
         if step.call.kind == "forward":
             step.prefill = step.signature.kv_len_before == 0 or step.signature.q_len > 1
@@ -282,10 +281,9 @@ class Recorder:
         assert signature is not None
         cache = kvcache.find_cache(output) if isinstance(output, dict) else None
         cache = cache if cache is not None else kvcache.find_cache(arguments)
-        seen = kvcache.positions(cache)
-        if seen is None and signature.kv_len_before is not None:
-            seen = signature.kv_len_before + signature.q_len
-        step.kv_after = step.call.cache_watch.after(cache, seen)
+        before = signature.kv_len_before
+        expected = before + signature.q_len if before is not None else None
+        step.kv_after, seen = step.call.cache_watch.after(cache, expected)
         step.kv_len_after = seen if cache is not None else signature.q_len
 
     # -- stages called by hand -----------------------------------------------------------
@@ -310,8 +308,7 @@ class Recorder:
         step, cache = self._thread.step, kvcache.find_cache(arguments)
         if step is None or step.signature is None or cache is None:
             return
-        seen = kvcache.positions(cache)
-        step.kv_before = step.call.cache_watch.before(cache, seen)
+        step.kv_before, seen = step.call.cache_watch.before(cache)
         family = step.kv_before.layout.family
         step.signature = replace(step.signature, use_cache=True, kv=family, kv_len_before=seen)
         step.prefill = seen == 0 or step.signature.q_len > 1
@@ -326,8 +323,7 @@ class Recorder:
         step.forwarded = True
         cache = step.hand_cache() if step.hand_cache is not None else None
         if cache is not None and step.signature is not None:
-            seen = kvcache.positions(cache)
-            step.kv_after, step.kv_len_after = step.call.cache_watch.after(cache, seen), seen
+            step.kv_after, step.kv_len_after = step.call.cache_watch.after(cache, None)
         self.end_call((None, None, None))
 
     # -- choosing ------------------------------------------------------------------------

@@ -89,6 +89,7 @@ class Runner:
         self.names = {module: name for name, module in model.named_modules()}
         self.modules = dict(model.named_modules())
         self.weights = {storage_id(p): p.nbytes for p in model.parameters()}
+        self.weightless = frozenset(n for n, m in model.named_modules() if next(m.parameters(), None) is None)
         self.device = torch.device(device_of(model) or "cpu")
         self.spread = False
         self.accepted = set(inspect.signature(model.forward).parameters)
@@ -175,7 +176,7 @@ class Runner:
         def visible_pairs(stack: list[CallCount], q_len: int, keys: int) -> int:
             return self._visible_pairs(stack, q_len, keys, before, signature.q_len)
 
-        mode = CountingMode(root, self.weights, visible_pairs)
+        mode = CountingMode(root, self.weights, visible_pairs, self.weightless)
         tree = CallTree(self.names, mode)
         with on_calls(self.model, tree.enter, tree.leave), mode:
             self._call(inputs, cache, signature.use_cache)

@@ -13,7 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median, quantiles
@@ -40,7 +40,8 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_ROUNDS = 3
 QUIET_SPREAD = 0.25
-QUIET_OTHERS = 0.15
+# Cores that other programs may keep busy: a sliver of a small machine, a few of a large one.
+QUIET_OTHERS, QUIET_OTHERS_OF_CORES = 0.15, 0.05
 
 
 class Timer(Protocol):
@@ -92,23 +93,32 @@ class Plan:
 
 def plan_for(device: torch.device, quick: bool, free_bytes: int | None = None) -> Plan:
     """The sizes for a device: up to what no cache holds, and within an eighth of the free memory."""
+    plan = _quick_plan(device) if quick else _full_plan(device)
+    most = (free_bytes or 8 * GIB) // 8
+    return replace(plan, working_sets=_up_to(plan.working_sets, most), matvec_sets=_up_to(plan.matvec_sets, most))
+
+
+def _full_plan(device: torch.device) -> Plan:
+    """About a minute: sizes from the first cache to 1 GiB, on CUDA to 4 GiB."""
     cuda = device.type == "cuda"
-    most = min(4 * GIB if cuda else GIB, (free_bytes or 8 * GIB) // 8)
-    if quick:
-        sets = (4 * MIB, 64 * MIB, 512 * MIB)
-        sizes = (4096,) if cuda else (256, 1024)
-        plan = Plan(sizes, sets, sets[1:], (4, 32, 256), 50_000_000)
-    else:
-        sets = tuple(256 * KIB * 2**step for step in range(0, 16 if cuda else 13))
-        sizes = (256, 512, 1024, 2048, 4096, 8192) if cuda else (64, 128, 256, 512, 1024, 2048)
-        matvec = tuple(MIB * 4**step for step in range(6))
-        plan = Plan(sizes, sets, matvec, (2, 4, 8, 16, 32, 64, 128, 256, 512), 400_000_000)
     return Plan(
-        plan.matmul_sizes,
-        _up_to(plan.working_sets, most),
-        _up_to(plan.matvec_sets, most),
-        plan.rows,
-        plan.figure_ns,
+        matmul_sizes=(256, 512, 1024, 2048, 4096, 8192) if cuda else (64, 128, 256, 512, 1024, 2048),
+        working_sets=tuple(256 * KIB * 2**step for step in range(15 if cuda else 13)),
+        matvec_sets=tuple(MIB * 4**step for step in range(7 if cuda else 6)),
+        rows=(2, 4, 8, 16, 32, 64, 128, 256, 512),
+        figure_ns=300_000_000,
+    )
+
+
+def _quick_plan(device: torch.device) -> Plan:
+    """A few seconds: a few sizes from a cache to beyond all."""
+    sets = (MIB, 8 * MIB, 64 * MIB, 512 * MIB)
+    return Plan(
+        matmul_sizes=(4096,) if device.type == "cuda" else (256, 1024),
+        working_sets=sets,
+        matvec_sets=sets[2:],
+        rows=(4, 32, 256),
+        figure_ns=50_000_000,
     )
 
 
@@ -311,13 +321,14 @@ def _net_rate(
     """Bytes a second of some work, without the cost of calling it; at most half the time is taken off."""
     inner = max(1, 4 * MIB // count)
     small = data[:16]
-    call_ns = median(rounds_ns(lambda: [work(small) for _ in range(64)], timer, _short(plan))) / 64
+    call_ns = (
+        median(
+            rounds_ns(lambda: [work(small) for _ in range(64)], timer, replace(plan, figure_ns=plan.figure_ns // 20))
+        )
+        / 64
+    )
     times = rounds_ns(lambda: [work(data) for _ in range(inner)], timer, plan)
     return _rate(count * inner, [time_ns - min(call_ns * inner, time_ns / 2) for time_ns in times])
-
-
-def _short(plan: Plan) -> Plan:
-    return Plan(plan.matmul_sizes, plan.working_sets, plan.matvec_sets, plan.rows, plan.figure_ns // 20, 20)
 
 
 def matvec_point(
@@ -423,7 +434,8 @@ class LoadWatch:
 
 def quietness(spread: float, others_cpu: float | None, load_average: float | None) -> Quietness:
     """Judge whether other work disturbed the figures; the load average only where nothing better is known."""
-    loaded = others_cpu > QUIET_OTHERS if others_cpu is not None else (load_average or 0.0) > 1.0
+    most = max(QUIET_OTHERS, QUIET_OTHERS_OF_CORES * (os.cpu_count() or 1))
+    loaded = others_cpu > most if others_cpu is not None else (load_average or 0.0) > 1.0
     return Quietness(spread <= QUIET_SPREAD and not loaded, spread, others_cpu, load_average)
 
 
@@ -486,6 +498,16 @@ def store(ceilings: Ceilings, folder: Path | None = None) -> str | None:
     return None
 
 
+def keep(ceilings: Ceilings, folder: Path | None = None) -> tuple[str | None, list[str]]:
+    """Store a calibration unless it is a quick one and a full one is there; return its file and notes."""
+    file = str(cache_file(ceilings.device, folder))
+    before, _ = load(ceilings.device, folder)
+    if ceilings.quick and before is not None and not before.quick:
+        return file, ["a full calibration of this device is kept already; this quick one does not replace it"]
+    note = store(ceilings, folder)
+    return (None, [note]) if note else (file, [])
+
+
 def load(key: DeviceKey, folder: Path | None = None) -> tuple[Ceilings | None, str | None]:
     """The calibration kept for a device, or null; and a note where there is one that cannot be used."""
     file = cache_file(key, folder)
@@ -503,13 +525,19 @@ def load(key: DeviceKey, folder: Path | None = None) -> tuple[Ceilings | None, s
 def ceilings_for(
     device: torch.device, progress: Progress = lambda text: None, folder: Path | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The manifest's `ceilings` for a device, and notes: what is kept, else measured briefly and kept."""
+    """The manifest's `ceilings` for a device, and notes: what is kept, else measured briefly and kept.
+
+    A brief one that was disturbed is measured anew: other work only ever makes a ceiling too low.
+    """
     found, note = load(device_key(device), folder)
     notes = [note] if note else []
-    if found is None:
+    if found is None or (found.quick and not _was_quiet(found)):
         found = calibrate(device, quick=True, progress=progress)
-        kept = store(found, folder)
-        notes += [kept] if kept else []
-    if found.quietness is not None and not found.quietness.quiet:
+        notes += keep(found, folder)[1]
+    if not _was_quiet(found):
         notes.append("the machine was not quiet while its ceilings were measured; run `lifetrace calibrate` when it is")
     return found.to_json(), notes
+
+
+def _was_quiet(ceilings: Ceilings) -> bool:
+    return ceilings.quietness is None or ceilings.quietness.quiet

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from lifetrace.hooks.counting import CallCount, CountingMode, causal_pairs, storage_id
+from lifetrace.hooks.attach import on_calls
+from lifetrace.hooks.counting import CallCount, CallTree, CountingMode, causal_pairs, storage_id
 from lifetrace.hooks.replay import reach
 
 
@@ -178,3 +179,28 @@ def test_an_indexer_chooses_so_many_keys():
     config = LlamaConfig(num_hidden_layers=1)
     config.index_topk = 6
     assert reach(attention(0, indexer=None), config) == (6, None)
+
+
+def test_an_outer_product_that_builds_a_table_is_no_matrix_product():
+    class Angles(nn.Module):
+        def forward(self, positions):
+            return torch.ones(1, 8, 1) @ positions
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.angles = Angles()
+            self.linear = nn.Linear(1, 4, bias=False)
+
+        def forward(self, positions):
+            return self.linear(self.angles(positions).transpose(1, 2)[..., :1])
+
+    model = Model()
+    root = CallCount("", 0)
+    weights = {storage_id(p): p.nbytes for p in model.parameters()}
+    mode = CountingMode(root, weights, lambda *_: 0, frozenset({"angles"}))
+    tree = CallTree({module: name for name, module in model.named_modules()}, mode)
+    with torch.no_grad(), on_calls(model, tree.enter, tree.leave), mode:
+        model(torch.arange(12.0).reshape(1, 1, 12))
+    # only the matrix of 4 x 1 over 12 positions counts, though it sums over one dimension too
+    assert sum(product.flops_dense for product in root.products()) == 2 * 12 * 4
