@@ -23,12 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
-from smollm2 import smollm2_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lifetrace import environment
 from lifetrace.hooks.attach import DETAILS
 from lifetrace.session import Options, Session
+from smollm2 import smollm2_checkpoint
 
 NEW_TOKENS = 24
 PROMPT = torch.arange(3, 15)[None]

@@ -124,7 +124,9 @@ class CacheWatch:
 
     def _even_length(self, cache: Any) -> int | None:
         """The one length of all layers; None for another cache, or when more than lengths has changed."""
-        if self._cache is None or self._cache() is not cache or not self._state.layout.grows_evenly:
+        if cache is None or self._cache is None or self._cache() is not cache:
+            return None
+        if not self._state.layout.grows_evenly:
             return None
         layers = cache.layers
         shapes = {layer.keys.shape for layer in layers if layer.keys is not None}

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from reference_model import R_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lifetrace
 from lifetrace.hooks.memory import peak_reader
 from lifetrace.session import Options, Session
+from reference_model import R_SIZES
 
 pytestmark = [
     pytest.mark.cuda,

@@ -4,6 +4,7 @@ Each figure is the median of many short rounds after one warm-up, with its quart
 measured is kept in the user's cache directory, one file a device, library version and thread count.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lifetrace.analysis.ceilings import (
     MEASURED,
@@ -38,7 +41,7 @@ from . import environment
 Progress = Callable[[str], None]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_ROUNDS = 3
+MIN_ROUNDS, MAX_CALLS = 3, 200
 QUIET_SPREAD = 0.25
 # Cores that other programs may keep busy: a sliver of a small machine, a few of a large one.
 QUIET_OTHERS, QUIET_OTHERS_OF_CORES = 0.15, 0.05
@@ -80,7 +83,11 @@ class CudaTimer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured and how long: sizes in elements or bytes, the time of one figure in ns."""
+    """What is measured and how long.
+
+    Sizes of matrices in elements, of working sets in bytes. A figure takes about `figure_ns`, a round
+    of it so many calls that they do `round_flops` or touch `round_bytes`, at most `MAX_CALLS`.
+    """
 
     matmul_sizes: tuple[int, ...]
     working_sets: tuple[int, ...]
@@ -88,42 +95,60 @@ class Plan:
     rows: tuple[int, ...]
     figure_ns: int
     max_rounds: int = 200
-    launch_operators: int = 64
+    launch_operators: int = 300
+    round_flops: int = 4_000_000
+    round_bytes: int = 4 * MIB
+    matrix_bytes: int = 16 * MIB
+
+    def calls(self, amount: float, of_round: int) -> int:
+        """Calls of such an amount in a round."""
+        return min(MAX_CALLS, max(1, int(of_round / amount)))
 
 
 def plan_for(device: torch.device, quick: bool, free_bytes: int | None = None) -> Plan:
     """The sizes for a device: up to what no cache holds, and within an eighth of the free memory."""
-    plan = _quick_plan(device) if quick else _full_plan(device)
+    plan = _cuda_plan(quick) if device.type == "cuda" else _cpu_plan(quick)
     most = (free_bytes or 8 * GIB) // 8
     return replace(plan, working_sets=_up_to(plan.working_sets, most), matvec_sets=_up_to(plan.matvec_sets, most))
 
 
-def _full_plan(device: torch.device) -> Plan:
-    """About a minute: sizes from the first cache to 1 GiB, on CUDA to 4 GiB."""
-    cuda = device.type == "cuda"
+def _cpu_plan(quick: bool) -> Plan:
+    """About half a minute from the second cache to 1 GiB, or a few seconds."""
+    if quick:
+        sets = (MIB, 8 * MIB, 64 * MIB, 512 * MIB)
+        return Plan((256, 1024), sets, sets[2:], (4, 32, 256), figure_ns=50_000_000)
     return Plan(
-        matmul_sizes=(256, 512, 1024, 2048, 4096, 8192) if cuda else (64, 128, 256, 512, 1024, 2048),
-        working_sets=tuple(256 * KIB * 2**step for step in range(15 if cuda else 13)),
-        matvec_sets=tuple(MIB * 4**step for step in range(7 if cuda else 6)),
+        matmul_sizes=(64, 128, 256, 512, 1024, 2048),
+        working_sets=tuple(256 * KIB * 2**step for step in range(13)),
+        matvec_sets=tuple(MIB * 4**step for step in range(6)),
         rows=(2, 4, 8, 16, 32, 64, 128, 256, 512),
         figure_ns=300_000_000,
     )
 
 
-def _quick_plan(device: torch.device) -> Plan:
-    """A few seconds: a few sizes from a cache to beyond all."""
-    sets = (MIB, 8 * MIB, 64 * MIB, 512 * MIB)
-    return Plan(
-        matmul_sizes=(4096,) if device.type == "cuda" else (256, 1024),
-        working_sets=sets,
-        matvec_sets=sets[2:],
-        rows=(4, 32, 256),
-        figure_ns=50_000_000,
+def _cuda_plan(quick: bool) -> Plan:
+    """Rounds of milliseconds, sizes that take longer than their launch: what is smaller has no ceiling but that."""
+    plan = Plan(
+        matmul_sizes=(512, 1024, 2048, 4096, 8192),
+        working_sets=tuple(16 * MIB * 2**step for step in range(9)),
+        matvec_sets=tuple(256 * MIB * 2**step for step in range(5)),
+        rows=(2, 4, 8, 16, 32, 64, 128, 256, 512),
+        figure_ns=200_000_000,
+        launch_operators=600,
+        round_flops=10**12,
+        round_bytes=4 * GIB,
+        matrix_bytes=128 * MIB,
+    )
+    if not quick:
+        return plan
+    sets = (32 * MIB, 512 * MIB)
+    return replace(
+        plan, matmul_sizes=(4096,), working_sets=sets, matvec_sets=sets[1:], rows=(4, 32, 256), figure_ns=50_000_000
     )
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    return tuple(size for size in sizes if size <= most) or (sizes[0],)
+    return tuple(size for size in sizes if size <= most) or (max(most, 64 * KIB),)
 
 
 class Buffer:
@@ -148,9 +173,9 @@ class Buffer:
             self._dtype = dtype
         return whole[:count]
 
-    def matrices(self, dtype: torch.dtype, total_bytes: int) -> list[torch.Tensor]:
-        """Square matrices of at most 16 MiB, as wide as common models' are, of so many bytes together."""
-        one_bytes = min(total_bytes, 16 * MIB)
+    def matrices(self, dtype: torch.dtype, total_bytes: int, most_bytes: int) -> list[torch.Tensor]:
+        """Square matrices, each of so many bytes at most, of so many bytes together."""
+        one_bytes = min(total_bytes, most_bytes)
         width = math.isqrt(one_bytes // dtype.itemsize)
         number = max(1, total_bytes // one_bytes)
         return list(self.values(dtype, number * width * width).view(number, width, width))
@@ -178,7 +203,7 @@ def calibrate(
     timer = timer or timer_for(device)
     plan = plan or plan_for(device, quick, free_memory(device))
     watch = LoadWatch()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode():
+    with _undisturbing(device), torch.no_grad():
         progress("calibrating: is the machine quiet")
         spread = kernel_spread(device, timer)
         progress("calibrating: launching operators")
@@ -189,6 +214,7 @@ def calibrate(
         copy = tuple(copy_point(buffer, size, timer, plan) for size in plan.working_sets)
         matmul, matvec, linear = _products(buffer, timer, plan, progress)
         host_to_device = host_to_device_figure(device, timer, plan)
+        del buffer
     return Ceilings(
         source=MEASURED,
         device=device_key(device),
@@ -203,6 +229,18 @@ def calibrate(
         host_to_device_bytes_per_s=host_to_device,
         quietness=quietness(spread, watch.others_cpu(), watch.load_average),
     )
+
+
+@contextlib.contextmanager
+def _undisturbing(device: torch.device) -> Iterator[None]:
+    """Leave the random state, the current device and the allocator's reserve as they were."""
+    if device.type != "cuda":
+        with torch.random.fork_rng(devices=[]):
+            yield
+        return
+    with torch.cuda.device(device), torch.random.fork_rng(devices=[device]):
+        yield
+    torch.cuda.empty_cache()
 
 
 def _products(
@@ -280,7 +318,7 @@ def _matmul(
 ) -> tuple[MatmulPoint, float]:
     m, n, k = shape
     x, weight = random_values(device, dtype, m, k), random_values(device, dtype, n, k)
-    inner = max(1, 2_000_000 // (m * n * k))
+    inner = plan.calls(2 * m * n * k, plan.round_flops)
     times = rounds_ns(lambda: [F.linear(x, weight) for _ in range(inner)], timer, plan)
     return MatmulPoint(shape, _rate(2.0 * m * n * k * inner, times)), median(times) / inner
 
@@ -319,14 +357,9 @@ def _net_rate(
     work: Callable[[torch.Tensor], object], data: torch.Tensor, count: int, timer: Timer, plan: Plan
 ) -> Figure:
     """Bytes a second of some work, without the cost of calling it; at most half the time is taken off."""
-    inner = max(1, 4 * MIB // count)
-    small = data[:16]
-    call_ns = (
-        median(
-            rounds_ns(lambda: [work(small) for _ in range(64)], timer, replace(plan, figure_ns=plan.figure_ns // 20))
-        )
-        / 64
-    )
+    inner, small = plan.calls(count, plan.round_bytes), data[:16]
+    briefly = replace(plan, figure_ns=plan.figure_ns // 20)
+    call_ns = median(rounds_ns(lambda: [work(small) for _ in range(64)], timer, briefly)) / 64
     times = rounds_ns(lambda: [work(data) for _ in range(inner)], timer, plan)
     return _rate(count * inner, [time_ns - min(call_ns * inner, time_ns / 2) for time_ns in times])
 
@@ -335,14 +368,14 @@ def matvec_point(
     buffer: Buffer, dtype: torch.dtype, working_set_bytes: int, timer: Timer, plan: Plan
 ) -> BandwidthPoint:
     """One row times matrices that together have this size, each in turn, as a decode step does."""
-    weights = buffer.matrices(dtype, working_set_bytes)
+    weights = buffer.matrices(dtype, working_set_bytes, plan.matrix_bytes)
     times = _linear_ns(weights, 1, timer, plan)
     return BandwidthPoint(working_set_bytes, _rate(weights[0].numel() * dtype.itemsize, times))
 
 
 def row_points(buffer: Buffer, dtype: torch.dtype, timer: Timer, plan: Plan) -> Iterator[RowPoint]:
     """A few rows times matrices that together have the largest working set of the plan."""
-    weights = buffer.matrices(dtype, plan.matvec_sets[-1])
+    weights = buffer.matrices(dtype, plan.matvec_sets[-1], plan.matrix_bytes)
     for rows in (1, *plan.rows):
         times = _linear_ns(weights, rows, timer, plan)
         yield RowPoint(rows, _rate(2.0 * rows * weights[0].numel(), times))
@@ -351,7 +384,7 @@ def row_points(buffer: Buffer, dtype: torch.dtype, timer: Timer, plan: Plan) -> 
 def _linear_ns(weights: Sequence[torch.Tensor], rows: int, timer: Timer, plan: Plan) -> list[float]:
     """Time of one product, over rounds that go on through the matrices where the last one stopped."""
     x = random_values(weights[0].device, weights[0].dtype, rows, weights[0].shape[1])
-    at_once = max(1, 4 * MIB // (weights[0].numel() * weights[0].element_size()))
+    at_once = plan.calls(weights[0].numel() * weights[0].element_size(), plan.round_bytes)
     turn = itertools.cycle(weights)
 
     def work() -> None:
@@ -361,24 +394,74 @@ def _linear_ns(weights: Sequence[torch.Tensor], rows: int, timer: Timer, plan: P
     return [time_ns / at_once for time_ns in rounds_ns(work, timer, plan)]
 
 
+class _Norm(nn.Module):
+    """RMS norm as models write it, operator by operator."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * (x * scale)
+
+
+class TinyLayer(nn.Module):
+    """A decoder layer so small that its time is that of launching: modules, views and Python as in a real one."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = _Norm(width), _Norm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """One position [1, 1, width] after those of `past` [1, heads, n, width ÷ heads]."""
+        y = self.norm_1(x)
+        q, k, v = (self._split(project(y)) for project in (self.q, self.k, self.v))
+        q, k = self._rotate(q, angles), self._rotate(k, angles)
+        keys, values = torch.cat((past, k), dim=2), torch.cat((past, v), dim=2)
+        attended = F.scaled_dot_product_attention(q, keys, values)
+        x = x + self.o(attended.transpose(1, 2).reshape(x.shape))
+        y = self.norm_2(x)
+        return x + self.down(self.act(self.gate(y)) * self.up(y))
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(1, 1, self.heads, -1).transpose(1, 2)
+
+    def _rotate(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * angles + turned * angles
+
+
+class _OperatorCount(TorchDispatchMode):
+    """Counts operators; views are left out, also the one that a linear layer makes of its product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view and func is not torch.ops.aten._unsafe_view.default
+        return func(*args, **(kwargs or {}))
+
+
 def launch_ns(device: torch.device, timer: Timer, plan: Plan) -> Figure:
-    """What one operator costs when its data is tiny, called from Python: the mean over those of a decoder layer."""
-    x = random_values(device, torch.float32, 1, 16)
-    weight = random_values(device, torch.float32, 16, 16)
+    """What one operator costs when its data is tiny: the time of a tiny decoder layer ÷ its operators.
 
-    def operators() -> None:
-        for _ in range(plan.launch_operators // 8):
-            y = x.pow(2)
-            y = y.mean(-1, keepdim=True)
-            y = torch.rsqrt(y)
-            y = x * y
-            y = F.linear(y, weight)
-            y = torch.cat((y, x), dim=-2)
-            y = F.silu(y)
-            y = y + x
-
-    times = rounds_ns(operators, timer, plan)
-    return figure([time_ns / (plan.launch_operators // 8 * 8) for time_ns in times])
+    Views are not counted as operators; they, the module calls and the Python between belong to the
+    cost, for no model runs without them.
+    """
+    layer = TinyLayer().to(device)
+    x, past, angles = (random_values(device, torch.float32, *shape) for shape in ((1, 1, 64), (1, 4, 8, 16), (16,)))
+    with _OperatorCount() as count:
+        layer(x, past, angles)
+    calls = max(1, plan.launch_operators // count.number)
+    times = rounds_ns(lambda: [layer(x, past, angles) for _ in range(calls)], timer, plan)
+    return figure([time_ns / (calls * count.number) for time_ns in times])
 
 
 def host_to_device_figure(device: torch.device, timer: Timer, plan: Plan) -> Figure | None:
@@ -394,10 +477,10 @@ def host_to_device_figure(device: torch.device, timer: Timer, plan: Plan) -> Fig
 # -- is the machine quiet ----------------------------------------------------------------------
 
 
-def kernel_spread(device: torch.device, timer: Timer, rounds: int = 300) -> float:
-    """(p90 − p10) ÷ median of a small fixed product: what two equal pieces of work differ by."""
+def kernel_spread(device: torch.device, timer: Timer, rounds: int = 150) -> float:
+    """(p90 − p10) ÷ median of a small fixed piece of work: what equal work differs by, after a short warm-up."""
     x = random_values(device, torch.float32, 192, 192)
-    times = [timer.time_ns(lambda: x @ x) for _ in range(rounds + 20)][20:]
+    times = [timer.time_ns(lambda: [x @ x for _ in range(5)]) for _ in range(rounds + 10)][10:]
     deciles = quantiles(times, n=10)
     return (deciles[8] - deciles[0]) / max(1.0, median(times))
 
@@ -524,15 +607,19 @@ def load(key: DeviceKey, folder: Path | None = None) -> tuple[Ceilings | None, s
 
 def ceilings_for(
     device: torch.device, progress: Progress = lambda text: None, folder: Path | None = None
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any] | None, list[str]]:
     """The manifest's `ceilings` for a device, and notes: what is kept, else measured briefly and kept.
 
     A brief one that was disturbed is measured anew: other work only ever makes a ceiling too low.
+    Null where measuring failed, for want of memory beside a model for instance; the notes say why.
     """
     found, note = load(device_key(device), folder)
     notes = [note] if note else []
     if found is None or (found.quick and not _was_quiet(found)):
-        found = calibrate(device, quick=True, progress=progress)
+        try:
+            found = calibrate(device, quick=True, progress=progress)
+        except (RuntimeError, MemoryError) as error:
+            return None, [*notes, f"the device's ceilings could not be measured: {str(error).partition(chr(10))[0]}"]
         notes += keep(found, folder)[1]
     if not _was_quiet(found):
         notes.append("the machine was not quiet while its ceilings were measured; run `lifetrace calibrate` when it is")

@@ -68,7 +68,7 @@ def test_what_is_missing_or_damaged_is_named(folder, tmp_path):
     part = folder / "steps" / "part-00000.parquet"
     whole = part.read_bytes()
     part.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TraceError, match="part-00000.parquet cannot be read"):
+    with pytest.raises(TraceError, match=r"part-00000\.parquet cannot be read"):
         read_trace(folder).table("steps")
     pq.write_table(pq.read_table(folder / "spans" / "part-00000.parquet").drop_columns(["host_ns"]), part)
     with pytest.raises(TraceError, match="lacks the column"):

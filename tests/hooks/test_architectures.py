@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -29,12 +30,19 @@ from tiny_models import (
 
 NEW_TOKENS = 4
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the library and its models warn of is not at issue
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what the library and its models warn of is not at issue
+    pytest.mark.skipif(
+        tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24),
+        reason="the walk is of the types of transformers 5.24; some of them were others before",
+    ),
+]
 
 
 def test_nearly_all_types_are_built():
-    assert len(TYPES) + len(NOT_BUILT) == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert len(NOT_BUILT) <= 11
+    left_out = [name for name in NOT_BUILT if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    assert len(TYPES) + len(left_out) == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert len(left_out) <= 3
 
 
 def generate(model):
@@ -113,7 +121,13 @@ def real_flops(model_type):
     generate(model)
     for handle in handles:
         handle.remove()
-    return [counter.get_total_flops() for counter in counters]
+    return [counter.get_total_flops() - rotary_flops(counter) for counter in counters]
+
+
+def rotary_flops(counter):
+    """Older transformers write the outer product of rotary angles as a matrix product; it adds nothing up."""
+    by_module = counter.get_flop_counts()
+    return sum(sum(ops.values()) for name, ops in by_module.items() if "rotary" in name.rpartition(".")[2])
 
 
 @pytest.mark.parametrize("model_type", [name for name in TYPES if name not in NO_MAPS and name not in NOT_COUNTED])

@@ -13,7 +13,7 @@ from transformers import (
 
 import lifetrace
 from lifetrace.hooks import stages
-from tiny_models import tiny_model
+from tiny_models import TYPES, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference")
 
@@ -131,6 +131,7 @@ def test_the_text_tower_not_the_vision_tower(model_type, stages_of):
     assert [stage for stage, _ in stages_of(model)[0]].count("layer") == 4
 
 
+@pytest.mark.skipif("dory" not in TYPES, reason="this transformers has no model whose layers loop")
 def test_each_execution_of_a_looped_layer_counts(stages_of):
     """One layer, two in a loop that runs twice, one layer: six executions of four layers."""
     _, top = stages_of(tiny_model("dory"))

@@ -362,10 +362,10 @@ def test_a_fault_of_lifetrace_itself_leaves_the_program_alone(model_r, prompt_12
     def broken(self, *args):
         raise KeyError("a bug")
 
-    with pytest.warns(UserWarning, match="lifetrace failed while recording: KeyError"):
-        with lifetrace.trace(model_r, out=tmp_path / "t"):
-            monkeypatch.setattr(StepReader, "read", broken)
-            generated = model_r.generate(prompt_12, max_new_tokens=4, do_sample=False)
+    warned = pytest.warns(UserWarning, match="lifetrace failed while recording: KeyError")
+    with warned, lifetrace.trace(model_r, out=tmp_path / "t"):
+        monkeypatch.setattr(StepReader, "read", broken)
+        generated = model_r.generate(prompt_12, max_new_tokens=4, do_sample=False)
     assert torch.equal(generated, expected)
 
 

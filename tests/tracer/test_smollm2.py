@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from smollm2 import smollm2_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lifetrace
 from lifetrace.cli import main
+from smollm2 import smollm2_gguf
 
 
 @pytest.fixture(scope="module")
