@@ -6,6 +6,7 @@ lengths are looked at until something else changes.
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -124,11 +125,10 @@ class CacheWatch:
 
     def _even_length(self, cache: Any) -> int | None:
         """The one length of all layers; None for another cache, or when more than lengths has changed."""
-        if cache is None or self._cache is None or self._cache() is not cache:
+        same = self._cache is not None and self._cache() is cache
+        if not same or not self._state.layout.grows_evenly:
             return None
-        if not self._state.layout.grows_evenly:
-            return None
-        layers = cache.layers
+        layers: Sequence[Any] = cache.layers
         shapes = {layer.keys.shape for layer in layers if layer.keys is not None}
         if len(shapes) != 1 or len(layers) != len(self._state.layout.layers):
             return None

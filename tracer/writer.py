@@ -17,6 +17,8 @@ from lifetrace.errors import RunError, TraceError
 
 MANIFEST = "run.json"
 COVERS = schema.COVERS
+# At the end nothing waits for the compression: harder than zstd's default of 3.
+CLOSING_LEVEL = 12
 # Durations vary in their low bytes alone: split by byte they compress better than as differences.
 DURATIONS = ("host_ns", "device_ns")
 MAX_ROWS_PER_PART = 250_000
@@ -100,7 +102,7 @@ class TraceWriter:
             paths = [self._part_path(name, number) for number in range(first, last)]
             rows = pa.concat_tables([self._read(path, schema.TABLES[name]) for path in paths])
             covering = fill(rows.unify_dictionaries()).replace_schema_metadata({COVERS: str(last - first)})
-            self._put_table(paths[0], covering, schema.TABLES[name])
+            self._put_table(paths[0], covering, schema.TABLES[name], CLOSING_LEVEL)
             for path in paths[1:]:
                 path.unlink()
 
@@ -110,9 +112,9 @@ class TraceWriter:
     def _part_path(self, name: str, number: int) -> Path:
         return self.path / name / f"part-{number:05d}.parquet"
 
-    def _put_table(self, path: Path, rows: pa.Table, table: schema.Table) -> None:
+    def _put_table(self, path: Path, rows: pa.Table, table: schema.Table, level: int | None = None) -> None:
         def write(name: str) -> None:
-            pq.write_table(rows, name, **_encoding(table))
+            pq.write_table(rows, name, compression_level=level, **_encoding(table))
 
         self._put(path, write)
 
