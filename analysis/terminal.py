@@ -113,6 +113,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     console.print(facts)
     if summary.stages:
         console.print()
+        console.print("where the time went, in one call")
         console.print(_stage_table(summary))
     for note in summary.notes:
         console.print(Text(f"note: {printable(note)}", style="yellow"))
@@ -122,7 +123,7 @@ def _stage_table(summary: Summary) -> Table:
     """Prefill beside decode, each of one call; parts indented below their stage; the whole last."""
     stages = summary.stages
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("where the time went")
+    table.add_column("stage", no_wrap=True)
     for phase in PHASES:
         steps = summary.steps_per_call.get(phase, 0)
         table.add_column(f"{phase}, {steps:g} step{'s' * (steps != 1)}", justify="right")

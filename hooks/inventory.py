@@ -1,7 +1,9 @@
 """What a model holds: the parameters of each module, counted once, with ties and where they lie."""
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .stages import Lifecycle, Place
@@ -32,7 +34,7 @@ def inventory(model: nn.Module, lifecycle: Lifecycle) -> list[ModuleRow]:
     owners: dict[int, str] = {}
     rows = []
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
+        own = own_weights(module)
         if not own:
             continue
         shared = [owners[id(parameter)] for parameter in own if id(parameter) in owners]
@@ -63,19 +65,38 @@ def parameter_count(rows: list[ModuleRow]) -> int:
     return sum(row.parameters for row in rows if row.tied_to is None)
 
 
-def logical_count(module: nn.Module, parameter: nn.Parameter) -> int:
-    """How many numbers a parameter stands for: a packed matrix counts its unpacked elements."""
-    quant_state = getattr(parameter, "quant_state", None)
-    shape = getattr(quant_state, "shape", None)
+def own_weights(module: nn.Module) -> list[torch.Tensor]:
+    """The parameters of a module itself; of a packed matrix that keeps its weight in buffers, those."""
+    own: list[torch.Tensor] = list(module.parameters(recurse=False))
+    if own and not _is_matrix_module(module):
+        return own
+    packed = [buffer for buffer in module.buffers(recurse=False) if buffer.dim() > 1]
+    return own + packed if _is_matrix_module(module) and not any(t.dim() > 1 for t in own) else own
+
+
+def logical_count(module: nn.Module, weight: torch.Tensor) -> int:
+    """How many numbers a weight stands for: a packed matrix counts its unpacked elements.
+
+    A packed matrix is of integers, several numbers in each; what it stands for is the product of
+    the module's features. Its scales and zero points stand for nothing of their own.
+    """
+    shape = getattr(getattr(weight, "quant_state", None), "shape", None)
     if shape is not None:
-        count = 1
-        for size in shape:
-            count *= size
-        return count
-    return parameter.numel()
+        return math.prod(shape)
+    packed = [t for t in own_weights(module) if t.dim() > 1 and not t.is_floating_point()]
+    if not packed or not _is_matrix_module(module):
+        return weight.numel()
+    if weight is packed[0]:
+        return int(module.in_features) * int(module.out_features)
+    return weight.numel() if weight.dim() == 1 and weight.numel() == module.out_features else 0
 
 
-def _local(parameter: nn.Parameter) -> nn.Parameter:
+def _is_matrix_module(module: nn.Module) -> bool:
+    features = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return all(isinstance(count, int) for count in features)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a distributed parameter, the parameter itself otherwise."""
     to_local = getattr(parameter, "to_local", None)
     return to_local() if to_local is not None else parameter

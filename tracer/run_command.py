@@ -44,9 +44,10 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Generated:
-    """One generate: its output ids and how long it took."""
+    """One generate: its output ids, how many of them are new, and how long it took."""
 
     ids: torch.Tensor
+    new_tokens: int
     seconds: float
 
 
@@ -168,10 +169,8 @@ def _alternate(
 
 
 def _rate(done: list[Generated]) -> str:
-    """The speed of the last generate, prompt tokens not counted, for the progress line."""
-    if not done:
-        return ""
-    return f" · last took {done[-1].seconds:.2f} s"
+    """The speed of the last generate, for the progress line."""
+    return f" · {done[-1].new_tokens / done[-1].seconds:.1f} tokens/s" if done else ""
 
 
 def _traced(settings: RunSettings, loaded: Loaded, session: Session, repeat: int) -> Generated:
@@ -203,7 +202,7 @@ def _generate(settings: RunSettings, loaded: Loaded, inputs: dict[str, torch.Ten
     _synchronize(loaded.device)
     seconds = time.perf_counter() - start
     ids = output if isinstance(output, torch.Tensor) else output.sequences
-    return Generated(ids, seconds)
+    return Generated(ids, ids.numel() - inputs["input_ids"].shape[1] * ids.shape[0], seconds)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Train the embedded `demo` model from public-domain text, on a CPU, in under an hour.
+"""Train the embedded `demo` model from public-domain text, on a CPU.
 
 The text is every State of the Union address of the presidents of the United States
 (works of the federal government, in the public domain), taken from the npm package
