@@ -292,4 +292,3 @@ def _type_word(type_: pa.DataType) -> str:
     if pa.types.is_dictionary(type_):
         return str(type_.value_type)
     return f"list of {type_.value_type}" if pa.types.is_list(type_) else str(type_)
-

@@ -1,0 +1,549 @@
+"""What limits each stage, step and phase: time at the device's ceilings beside the time that was measured.
+
+The roofline of Williams, Waterman and Patterson (2009), with a third term for launching operators:
+
+    t_compute = FLOPs ÷ peak      t_memory = bytes ÷ bandwidth      t_launch = operators × launch cost
+
+The largest names the bound. `roof` is the larger of the first two, `efficiency` = roof ÷ measured,
+and *lost time* = measured − roof. Bytes are the least traffic at the span's own boundary: weights
+read, KV read and written, inputs and outputs. What a cache class copies besides stands outside the
+roof. A missing count or ceiling is null and makes the bound `unknown`, never a guess.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .breakdown import OWN, StageTime, breakdown
+from .ceilings import Ceilings
+from .schema import PHASES
+from .trace import Trace
+
+COMPUTE, MEMORY, LAUNCH, UNKNOWN = "compute", "memory", "launch", "unknown"
+TIE = 0.9  # of the largest term: a second one that comes so near is named beside it
+ABOVE_ROOF = 1.05
+STARVED = 0.5
+
+_TRAFFIC = ("weight_bytes", "kv_read_bytes", "kv_write_bytes")
+_SPAN_WORK = ("flops", *_TRAFFIC, "input_bytes", "output_bytes", "op_count", "kv_copy_bytes", "host_ns", "device_ns")
+_STEP_BYTES = (*_TRAFFIC, "activation_bytes")
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What limits a piece of work. Times in ns, intensity and ridge in FLOP a byte.
+
+    `bound` is `compute`, `memory`, `launch` or `unknown`; `close_to` the second term where it comes
+    within 10 % of the first. `fault` says that the work was measured above its roof, which no work
+    is: then a ceiling or a count is wrong.
+    """
+
+    bound: str
+    close_to: str | None
+    intensity: float | None
+    ridge: float | None
+    compute_ns: float | None
+    memory_ns: float | None
+    launch_ns: float | None
+    roof_ns: float | None
+    efficiency: float | None
+    lost_ns: float | None
+    fault: str | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where measured time went beyond the roof, in ns; null where it cannot be told.
+
+    `kernel_gap_ns`: what products of this many rows take beyond the roof on this device, measured.
+    `copy_ns`: the cache class moving what it holds. `launch_ns`: operators × launch cost; where the
+    device runs beside the host (CUDA) only what the other terms do not hide. `unexplained_ns` is the
+    rest, below 0 where the parts come to more than was measured.
+    """
+
+    roof_ns: float
+    kernel_gap_ns: float | None
+    copy_ns: float | None
+    launch_ns: float | None
+    unexplained_ns: float
+    explained_share: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts of a piece of work; null where one is missing. `rows`: sequences × positions of a step at most."""
+
+    flops: float | None
+    bytes_: float | None
+    op_count: float | None
+    weight_bytes: float | None = None
+    kv_read_bytes: float | None = None
+    kv_copy_bytes: float | None = None
+    rows: float | None = None
+    starved_share: float | None = None
+
+    def scaled(self, factor: float) -> "Work":
+        """The same for so many times the work; rows and shares stay."""
+
+        def times(value: float | None) -> float | None:
+            return None if value is None else value * factor
+
+        return replace(
+            self,
+            flops=times(self.flops),
+            bytes_=times(self.bytes_),
+            op_count=times(self.op_count),
+            weight_bytes=times(self.weight_bytes),
+            kv_read_bytes=times(self.kv_read_bytes),
+            kv_copy_bytes=times(self.kv_copy_bytes),
+        )
+
+
+@dataclass(frozen=True)
+class StageVerdict:
+    """The verdict of one row of `breakdown`: a stage of a phase, or a part of it. Sums over one call."""
+
+    phase: str
+    stage: str
+    part: str | None
+    count: int
+    time_ns: float
+    share: float
+    work: Work
+    verdict: Verdict
+    explanation: Explanation | None
+
+
+@dataclass(frozen=True)
+class StepVerdict:
+    """The verdict of one step; `time_ns` is its wall time."""
+
+    step: int
+    phase: str
+    kv_len_before: int | None
+    time_ns: float
+    work: Work
+    verdict: Verdict
+    explanation: Explanation | None
+
+
+@dataclass(frozen=True)
+class PhaseVerdict:
+    """The verdict of all steps of a phase, as the mean over the calls.
+
+    `mfu`: model FLOP/s achieved ÷ peak. `mbu`: bytes that had to move ÷ time ÷ bandwidth at the
+    working set. `starved_share`: share of the stages that found the device out of work (CUDA).
+    """
+
+    phase: str
+    steps: int
+    calls: int
+    time_ns: float
+    tokens: float | None
+    working_set_bytes: float | None
+    dtype: str
+    work: Work
+    verdict: Verdict
+    explanation: Explanation | None
+    mfu: float | None
+    mbu: float | None
+
+
+def verdict(
+    flops: float | None,
+    bytes_: float | None,
+    op_count: float | None,
+    measured_ns: float | None,
+    ceilings: Ceilings | None,
+    dtype: str,
+    working_set_bytes: float | None,
+    starved_share: float | None = None,
+) -> Verdict:
+    """Judge a piece of work against the ceilings of its device.
+
+    Args:
+        flops: 2 × multiply-adds of products, convolutions and attention; null where uncounted.
+        bytes_: least traffic at its boundary.
+        op_count: operators launched; null leaves the launch term null, not 0.
+        measured_ns: the time it took; null or 0 leaves efficiency and lost time null.
+        ceilings: of the device; null where nothing is known of it.
+        dtype: torch's name of the type that is multiplied.
+        working_set_bytes: weights and KV that the step goes through, which decides the bandwidth.
+        starved_share: share of its calls that found the device out of work; where most did, the
+            host did not launch fast enough, and that is the bound even without a count.
+
+    The bound is `unknown` unless both compute and memory time are known. Ties go to the first of
+    compute, memory, launch, and `close_to` names the other.
+    """
+    compute_ns = _over(flops, ceilings.peak_flops_per_s(dtype) if ceilings else None)
+    memory_ns = _over(bytes_, ceilings.read_bytes_per_s(working_set_bytes) if ceilings else None)
+    launch = ceilings.launch_ns.median if ceilings and ceilings.launch_ns else None
+    launch_ns = op_count * launch if op_count is not None and launch is not None else None
+    roof_ns = max(compute_ns, memory_ns) if compute_ns is not None and memory_ns is not None else None
+    bound, close_to = _bound(compute_ns, memory_ns, launch_ns)
+    if roof_ns is not None and starved_share is not None and starved_share > STARVED:
+        bound, close_to = LAUNCH, None
+    efficiency = roof_ns / measured_ns if roof_ns is not None and measured_ns else None
+    return Verdict(
+        bound=bound,
+        close_to=close_to,
+        intensity=flops / bytes_ if flops is not None and bytes_ else None,
+        ridge=ridge(ceilings, dtype, working_set_bytes),
+        compute_ns=compute_ns,
+        memory_ns=memory_ns,
+        launch_ns=launch_ns,
+        roof_ns=roof_ns,
+        efficiency=efficiency,
+        lost_ns=measured_ns - roof_ns if roof_ns is not None and measured_ns else None,
+        fault=_fault(efficiency, compute_ns, memory_ns),
+    )
+
+
+def ridge(ceilings: Ceilings | None, dtype: str, working_set_bytes: float | None) -> float | None:
+    """FLOP a byte at which compute and memory time are equal: peak ÷ bandwidth."""
+    if ceilings is None:
+        return None
+    peak, bandwidth = ceilings.peak_flops_per_s(dtype), ceilings.read_bytes_per_s(working_set_bytes)
+    return peak / bandwidth if peak is not None and bandwidth is not None else None
+
+
+def _over(amount: float | None, per_second: float | None) -> float | None:
+    """Time in ns; nothing to do takes none, whatever the ceiling."""
+    if amount == 0:
+        return 0.0
+    return amount / per_second * 1e9 if amount is not None and per_second is not None else None
+
+
+def _bound(compute_ns: float | None, memory_ns: float | None, launch_ns: float | None) -> tuple[str, str | None]:
+    """The largest term, and the second one where it is near."""
+    if compute_ns is None or memory_ns is None:
+        return UNKNOWN, None
+    terms = [(COMPUTE, compute_ns), (MEMORY, memory_ns), (LAUNCH, launch_ns or 0.0)]
+    (first, most), (second, next_most) = sorted(terms, key=lambda term: -term[1])[:2]
+    if most == 0:
+        return UNKNOWN, None
+    return first, second if next_most >= TIE * most else None
+
+
+def _fault(efficiency: float | None, compute_ns: float | None, memory_ns: float | None) -> str | None:
+    if efficiency is None or efficiency <= ABOVE_ROOF or compute_ns is None or memory_ns is None:
+        return None
+    suspects = "the matmul ceiling is too low or its FLOPs are counted too high"
+    if memory_ns >= compute_ns:
+        suspects = "the bandwidth is too low (its data may lie in a cache) or its bytes are counted too high"
+    return f"measured at {efficiency:.2f} times its roof: {suspects}"
+
+
+# -- explanation -------------------------------------------------------------------------------
+
+
+def explain(
+    work: Work,
+    judged: Verdict,
+    measured_ns: float,
+    ceilings: Ceilings | None,
+    dtype: str,
+    working_set_bytes: float | None,
+) -> Explanation | None:
+    """Say where measured time went beyond the roof; null where there is no roof."""
+    if ceilings is None or judged.roof_ns is None or not measured_ns:
+        return None
+    kernel_ns = kernel_time_ns(work, ceilings, dtype, working_set_bytes)
+    gap_ns = max(0.0, kernel_ns - judged.roof_ns) if kernel_ns is not None else None
+    copy_ns = _over(work.kv_copy_bytes, ceilings.copy_bytes_per_s(working_set_bytes))
+    on_device_ns = judged.roof_ns + (gap_ns or 0.0) + (copy_ns or 0.0)
+    launch_ns = judged.launch_ns
+    if launch_ns is not None and ceilings.device.type != "cpu":
+        launch_ns = max(0.0, launch_ns - on_device_ns)
+    explained_ns = on_device_ns + (launch_ns or 0.0)
+    return Explanation(
+        roof_ns=judged.roof_ns,
+        kernel_gap_ns=gap_ns,
+        copy_ns=copy_ns,
+        launch_ns=launch_ns,
+        unexplained_ns=measured_ns - explained_ns,
+        explained_share=min(1.0, explained_ns / measured_ns),
+    )
+
+
+def kernel_time_ns(work: Work, ceilings: Ceilings, dtype: str, working_set_bytes: float | None) -> float | None:
+    """What this device's own kernels take for weight products of so few rows; null where none were measured.
+
+    One row is a matrix–vector product, timed by the bytes of its matrices. Of more rows the number
+    is FLOPs ÷ (2 × weights), at most the positions of the step: work beside the weights, as
+    attention's, adds none.
+    """
+    if not work.flops or not work.weight_bytes or work.rows is None:
+        return None
+    item_bytes = _ITEM_BYTES.get(dtype)
+    if item_bytes is None:
+        return None
+    rows = min(work.rows, max(1.0, work.flops * item_bytes / (2 * work.weight_bytes)))
+    if rows <= 1:
+        return _over(work.bytes_, ceilings.matvec_bytes_per_s(dtype, working_set_bytes))
+    return _over(work.flops, ceilings.linear_flops_per_s(dtype, rows))
+
+
+# -- traces ------------------------------------------------------------------------------------
+
+
+def rooflines(trace: Trace, ceilings: Ceilings | None) -> list[StageVerdict]:
+    """Judge each row of `breakdown`: every stage of both phases, and below it its parts."""
+    steps = counted_steps(trace)
+    works = _stage_works(trace, steps)
+    facts = {phase: _PhaseFacts.of(trace, steps, phase) for phase in PHASES}
+    return [_stage_verdict(row, works, facts[row.phase], ceilings) for row in breakdown(trace)]
+
+
+def step_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[StepVerdict]:
+    """Judge each top-level step that statistics count, by its wall time."""
+    dtype = model_dtype(trace)
+    return [_step_verdict(trace, step, dtype, ceilings) for step in counted_steps(trace)]
+
+
+def phase_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[PhaseVerdict]:
+    """Judge prefill and decode as wholes; a phase without steps has no row."""
+    steps = counted_steps(trace)
+    starved = _starved_shares(trace, steps)
+    return [
+        _phase_verdict(trace, phase, of_phase, starved.get(phase), ceilings)
+        for phase in PHASES
+        if (of_phase := [step for step in steps if step["phase"] == phase])
+    ]
+
+
+def counted_steps(trace: Trace) -> list[dict[str, Any]]:
+    """Rows of the steps that statistics count: at the top level, used, not of the warm-up."""
+    names = ["step", "call", "phase", "parent_step", "warmup", "discarded", "batch", "kv_len_before", "wall_ns"]
+    names += ["tokens_processed", "tokens_real", "kv_bytes", "flops", "op_count", "kv_copy_bytes", *_STEP_BYTES]
+    rows = trace.table("steps").select(names).to_pylist()
+    return [row for row in rows if row["parent_step"] is None and not row["warmup"] and not row["discarded"]]
+
+
+def model_dtype(trace: Trace) -> str:
+    """The dtype of the model's weights, as torch names it; empty where the trace does not say."""
+    return str((trace.meta.get("model") or {}).get("dtype") or "").removeprefix("torch.")
+
+
+def working_set(trace: Trace, step: dict[str, Any]) -> float | None:
+    """Bytes that a step goes through: weights that it reads and the KV that it holds."""
+    weights = step["weight_bytes"]
+    if weights is None:
+        weights = (trace.meta.get("model") or {}).get("weight_bytes")
+    return None if weights is None else weights + (step["kv_bytes"] or 0)
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum; null where one is null."""
+    listed = list(values)
+    return None if None in listed else sum(value for value in listed if value is not None)
+
+
+@dataclass(frozen=True)
+class _PhaseFacts:
+    """What all stages of a phase share."""
+
+    dtype: str
+    working_set_bytes: float | None
+    rows: float | None
+
+    @classmethod
+    def of(cls, trace: Trace, steps: Sequence[dict[str, Any]], phase: str) -> "_PhaseFacts":
+        of_phase = [step for step in steps if step["phase"] == phase]
+        sets = [size for step in of_phase if (size := working_set(trace, step)) is not None]
+        rows = [step["tokens_processed"] for step in of_phase if step["tokens_processed"] is not None]
+        return cls(model_dtype(trace), sum(sets) / len(sets) if sets else None, sum(rows) / len(rows) if rows else None)
+
+
+@dataclass(frozen=True)
+class _SpanSums:
+    """Sums over the recorded spans of one stage or part; null where one span's count is null."""
+
+    work: Work
+    host_ns: float
+    device_ns: float | None
+    dtype: str | None
+
+
+_Key = tuple[str, str, str | None]
+
+
+def _stage_verdict(
+    row: StageTime, works: dict[_Key, _SpanSums], facts: _PhaseFacts, ceilings: Ceilings | None
+) -> StageVerdict:
+    sums = works.get((row.phase, row.stage, row.part))
+    time_ns, work, dtype = row.time_ns, Work(None, None, None), facts.dtype
+    if sums is not None:
+        per_call = row.time_ns / sums.host_ns if sums.host_ns else 0.0
+        work = replace(sums.work.scaled(per_call), rows=facts.rows)
+        dtype = facts.dtype or sums.dtype or ""
+        time_ns = sums.device_ns * per_call if sums.device_ns is not None else row.time_ns
+    judged = verdict(
+        work.flops,
+        work.bytes_,
+        work.op_count,
+        time_ns,
+        ceilings,
+        dtype,
+        facts.working_set_bytes,
+        work.starved_share,
+    )
+    explanation = explain(work, judged, time_ns, ceilings, dtype, facts.working_set_bytes)
+    return StageVerdict(row.phase, row.stage, row.part, row.count, time_ns, row.share, work, judged, explanation)
+
+
+def _stage_works(trace: Trace, steps: Sequence[dict[str, Any]]) -> dict[_Key, _SpanSums]:
+    """Sums of the rows that `breakdown` has, by phase, stage and part."""
+    spans = _spans_of(trace, steps)
+    top = spans.filter(pc.is_null(spans["parent"]))
+    inside = spans.filter(
+        pc.and_(pc.is_valid(spans["part"]), pc.is_in(spans["parent"], value_set=_values(top["span"])))
+    )
+    works: dict[_Key, _SpanSums] = {
+        (row["phase"], row["stage"], None): _span_sums(row) for row in _grouped(top, ["phase", "stage"])
+    }
+    for row in _grouped(inside, ["phase", "stage", "part"]):
+        works[(row["phase"], row["stage"], row["part"])] = _span_sums(row)
+    for phase in PHASES:
+        own = _own(phase, works)
+        if own is not None:
+            works[(phase, "layer", OWN)] = own
+    return works
+
+
+def _own(phase: str, works: dict[_Key, _SpanSums]) -> _SpanSums | None:
+    """What a layer does outside its parts: its operators and FLOPs less theirs; its own bytes are not known."""
+    layer = works.get((phase, "layer", None))
+    parts = [sums for key, sums in works.items() if key[:2] == (phase, "layer") and key[2] is not None]
+    if layer is None or not parts:
+        return None
+
+    def less(whole: float | None, inner: float | None) -> float | None:
+        return None if whole is None or inner is None else whole - inner
+
+    flops = less(layer.work.flops, total(part.work.flops for part in parts))
+    operators = less(layer.work.op_count, total(part.work.op_count for part in parts))
+    device_ns = less(layer.device_ns, total(part.device_ns for part in parts))
+    return _SpanSums(
+        Work(flops, None, operators), layer.host_ns - sum(part.host_ns for part in parts), device_ns, layer.dtype
+    )
+
+
+def _spans_of(trace: Trace, steps: Sequence[dict[str, Any]]) -> pa.Table:
+    """The spans of counted steps with the columns that judging needs, words as plain text."""
+    names = ["step", "phase", "span", "parent", "stage", "part", "dtype", "starved", *_SPAN_WORK]
+    spans = trace.table("spans").select(names)
+    wanted = pa.array([step["step"] for step in steps], type=pa.int64())
+    spans = spans.filter(pc.is_in(spans["step"], value_set=wanted))
+    for name in ("phase", "stage", "part", "dtype"):
+        spans = spans.set_column(spans.schema.get_field_index(name), name, spans[name].cast(pa.string()))
+    starved = spans["starved"].cast(pa.int64())
+    return spans.set_column(spans.schema.get_field_index("starved"), "starved", starved)
+
+
+def _values(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _grouped(spans: pa.Table, by: list[str]) -> list[dict[str, Any]]:
+    """Sum and number of known values of each column, by group."""
+    columns = [*_SPAN_WORK, "starved"]
+    wanted = [(name, kind) for name in columns for kind in ("sum", "count")]
+    grouped = spans.group_by(by, use_threads=False).aggregate([*wanted, ("dtype", "first"), ("span", "count")])
+    rows: list[dict[str, Any]] = grouped.to_pylist()
+    return rows
+
+
+def _span_sums(row: dict[str, Any]) -> _SpanSums:
+    def known(name: str) -> float | None:
+        return row[f"{name}_sum"] if row[f"{name}_count"] == row["span_count"] else None
+
+    bytes_ = total(known(name) for name in (*_TRAFFIC, "input_bytes", "output_bytes"))
+    starved = row["starved_sum"] / row["starved_count"] if row["starved_count"] else None
+    work = Work(
+        known("flops"),
+        bytes_,
+        known("op_count"),
+        known("weight_bytes"),
+        known("kv_read_bytes"),
+        known("kv_copy_bytes"),
+        None,
+        starved,
+    )
+    return _SpanSums(work, float(row["host_ns_sum"] or 0), known("device_ns"), row["dtype_first"])
+
+
+def _step_work(step: dict[str, Any]) -> Work:
+    return Work(
+        flops=step["flops"],
+        bytes_=total(step[name] for name in _STEP_BYTES),
+        op_count=step["op_count"],
+        weight_bytes=step["weight_bytes"],
+        kv_read_bytes=step["kv_read_bytes"],
+        kv_copy_bytes=step["kv_copy_bytes"],
+        rows=step["tokens_processed"],
+    )
+
+
+def _step_verdict(trace: Trace, step: dict[str, Any], dtype: str, ceilings: Ceilings | None) -> StepVerdict:
+    work, size, time_ns = _step_work(step), working_set(trace, step), float(step["wall_ns"] or 0)
+    judged = verdict(work.flops, work.bytes_, work.op_count, time_ns, ceilings, dtype, size)
+    return StepVerdict(
+        step["step"],
+        step["phase"],
+        step["kv_len_before"],
+        time_ns,
+        work,
+        judged,
+        explain(work, judged, time_ns, ceilings, dtype, size),
+    )
+
+
+def _phase_verdict(
+    trace: Trace, phase: str, steps: list[dict[str, Any]], starved_share: float | None, ceilings: Ceilings | None
+) -> PhaseVerdict:
+    facts, calls = _PhaseFacts.of(trace, steps, phase), len({step["call"] for step in steps})
+    works = [_step_work(step) for step in steps]
+    work = Work(
+        flops=total(w.flops for w in works),
+        bytes_=total(w.bytes_ for w in works),
+        op_count=total(w.op_count for w in works),
+        weight_bytes=total(w.weight_bytes for w in works),
+        kv_read_bytes=total(w.kv_read_bytes for w in works),
+        kv_copy_bytes=total(w.kv_copy_bytes for w in works),
+        rows=facts.rows,
+        starved_share=starved_share,
+    ).scaled(1 / calls)
+    time_ns = sum(float(step["wall_ns"] or 0) for step in steps) / calls
+    tokens = total(step["tokens_processed"] for step in steps)
+    size = facts.working_set_bytes
+    judged = verdict(work.flops, work.bytes_, work.op_count, time_ns, ceilings, facts.dtype, size, starved_share)
+    return PhaseVerdict(
+        phase=phase,
+        steps=len(steps),
+        calls=calls,
+        time_ns=time_ns,
+        tokens=None if tokens is None else tokens / calls,
+        working_set_bytes=size,
+        dtype=facts.dtype,
+        work=work,
+        verdict=judged,
+        explanation=explain(work, judged, time_ns, ceilings, facts.dtype, size),
+        mfu=judged.compute_ns / time_ns if judged.compute_ns is not None and time_ns else None,
+        mbu=judged.memory_ns / time_ns if judged.memory_ns is not None and time_ns else None,
+    )
+
+
+def _starved_shares(trace: Trace, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Share of the layers of each phase that found the device out of work; empty where that was not asked."""
+    spans = _spans_of(trace, steps)
+    layers = spans.filter(pc.and_(pc.is_null(spans["parent"]), pc.equal(spans["stage"], "layer")))
+    return {
+        row["phase"]: row["starved_sum"] / row["starved_count"]
+        for row in _grouped(layers, ["phase"])
+        if row["starved_count"]
+    }
