@@ -8,7 +8,7 @@ its quartiles over many short rounds.
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from . import hardware
 
 MEASURED = "measured by lifetrace calibrate"
 FORMAT = 1
-Point = TypeVar("Point")
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,9 @@ class RowPoint:
 
     rows: int
     flops_per_s: Figure
+
+
+Point = TypeVar("Point", MatmulPoint, BandwidthPoint, RowPoint)
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,61 @@ class Ceilings:
             return _ceilings(document)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"no ceilings of lifetrace: {type(error).__name__} {error}") from None
+
+
+def faster(first: Ceilings, second: Ceilings) -> Ceilings:
+    """Of two measurements of one device the faster figure of each, and the quieter's quietness.
+
+    Other work only ever slows a round down, so the faster is nearer to the ceiling.
+    """
+
+    def by_dtype(
+        one: dict[str, tuple[Point, ...]], other: dict[str, tuple[Point, ...]]
+    ) -> dict[str, tuple[Point, ...]]:
+        return {dtype: _faster_points(one.get(dtype, ()), other.get(dtype, ())) for dtype in one | other}
+
+    quiet = [found for found in (first.quietness, second.quietness) if found is not None]
+    return replace(
+        second,
+        quick=first.quick and second.quick,
+        matmul=by_dtype(first.matmul, second.matmul),
+        read=_faster_points(first.read, second.read),
+        copy=_faster_points(first.copy, second.copy),
+        matvec=by_dtype(first.matvec, second.matvec),
+        linear=by_dtype(first.linear, second.linear),
+        launch_ns=min(
+            (cost for cost in (first.launch_ns, second.launch_ns) if cost is not None),
+            key=lambda cost: cost.median,
+            default=None,
+        ),
+        host_to_device_bytes_per_s=max(
+            (
+                rate
+                for rate in (first.host_to_device_bytes_per_s, second.host_to_device_bytes_per_s)
+                if rate is not None
+            ),
+            key=lambda rate: rate.median,
+            default=None,
+        ),
+        quietness=min(quiet, key=lambda found: (not found.quiet, found.others_cpu or 0.0, found.spread), default=None),
+    )
+
+
+def _faster_points(first: tuple[Point, ...], second: tuple[Point, ...]) -> tuple[Point, ...]:
+    """The faster of the points at each size, in the order of the sizes."""
+    best: dict[Any, Point] = {}
+    for point in first + second:
+        size, rate = _size_and_rate(point)
+        if size not in best or rate > _size_and_rate(best[size])[1]:
+            best[size] = point
+    return tuple(best.values())
+
+
+def _size_and_rate(point: MatmulPoint | BandwidthPoint | RowPoint) -> tuple[Any, float]:
+    """What tells a point from the others of its table, and its rate a second."""
+    if isinstance(point, BandwidthPoint):
+        return point.working_set_bytes, point.bytes_per_s.median
+    return point.rows if isinstance(point, RowPoint) else point.shape, point.flops_per_s.median
 
 
 def from_datasheet(name: str, type_: str = "cuda") -> Ceilings | None:

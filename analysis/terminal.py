@@ -39,6 +39,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("KV cache", _kv(summary)),
         ("FLOPs", _flops(summary)),
         ("peak memory", units.byte_count(summary.peak_memory_bytes)),
+        ("uncounted", _uncounted(summary)),
         ("traced ÷ untraced", overhead_words(summary)),
     ]
     return [row for row in rows if row[1] != units.NONE]
@@ -76,6 +77,17 @@ def _flops(summary: Summary) -> str:
     if summary.flops_prefill is None and summary.flops_decode is None:
         return units.NONE
     return f"prefill {_flop_count(summary.flops_prefill)}, decode {_flop_count(summary.flops_decode)}"
+
+
+def _uncounted(summary: Summary) -> str:
+    """How much of the time is in modules whose work has no formula; nested spans count once."""
+    if not summary.uncounted:
+        return units.NONE
+    by_span = {entry.get("span"): entry.get("share_of_time") for entry in summary.uncounted}
+    shares = [share for share in by_span.values() if share is not None]
+    time = units.share(min(sum(shares), 1.0)) if shares else "an unknown share"
+    count = len(summary.uncounted)
+    return f"{count} module{'s' * (count != 1)} without a formula, in {time} of the time"
 
 
 def _flop_count(flops: int | None) -> str:

@@ -176,8 +176,14 @@ def _reason(row: StageVerdict, ceilings: Ceilings | None) -> str:
 
 
 def _kernel_words(row: StageVerdict) -> str:
-    roof = "reading" if row.verdict.bound != COMPUTE else "the best product"
-    return f"the device's own kernels for products of so few rows stay below {roof}"
+    than = "the best product" if row.verdict.bound == COMPUTE else "reading"
+    return f"{_products(row.work.rows)} reach less than {than} on this device"
+
+
+def _products(rows: float | None) -> str:
+    if rows is None or rows <= 1:
+        return "matrix–vector products"
+    return f"products of {rows:,.0f} rows"
 
 
 def _copy_words(row: StageVerdict) -> str:
@@ -263,13 +269,13 @@ def _rest_words(phase: PhaseVerdict) -> str:
     if parts is None or efficiency is None or efficiency > 0.8:
         return ""
     named = [
-        (parts.kernel_gap_ns or 0.0, "products of few rows that stay below the roof"),
+        (parts.kernel_gap_ns or 0.0, f"{_products(phase.work.rows)}, which stay below the roof on this device"),
         (parts.copy_ns or 0.0, "the cache's own copying"),
         (parts.launch_ns or 0.0, "launching operators"),
         (parts.unexplained_ns, "what no measured figure explains"),
     ]
     largest_ns, words = max(named, key=lambda part: part[0])
-    return f" Most of the rest, {units.time(_per_step(phase, largest_ns))}, is {words}."
+    return f" The largest part of the rest, {units.time(_per_step(phase, largest_ns))}, is {words}."
 
 
 def _unknown_words(phase: PhaseVerdict, ceilings: Ceilings | None) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .clocks import Tape
+from .inventory import expert_bytes
 from .recorder import FIRST_MODULE_SLOT, Recorder, begins, ends
 from .stages import Lifecycle, Place
 
@@ -120,6 +121,24 @@ class HandHooks:
         """After the head."""
         if self.recorder.by_hand():
             self.recorder.hand_ends()
+
+
+class ExpertHook:
+    """Before stacked experts: keeps the router's choice, the first tensor of whole numbers that they are given."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder = recorder
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the choice; nothing is computed from it now."""
+        tensors = (given for given in (*args, *kwargs.values()) if isinstance(given, torch.Tensor))
+        choice = next((t for t in tensors if t.dtype in (torch.int64, torch.int32)), None)
+        if choice is not None:
+            self.recorder.experts_chosen(self.name, choice)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Inert, ()
 
 
 class RootHook:
@@ -235,6 +254,7 @@ class Attachment:
         self.recorder = recorder
         self.number = number
         self._modules = dict(model.named_modules())
+        self._expert_modules = tuple(expert_bytes(model))
         self._slots = slots
         self._root_handles: list[RemovableHandle] = []
         self._hand_handles: list[RemovableHandle] = []
@@ -258,10 +278,13 @@ class Attachment:
         if self.lifecycle is None:
             return
         hooks, places = HandHooks(self.recorder), self.lifecycle
-        for name, hook in ((places.embed, hooks.embedding), (places.layers[0], hooks.first_layer)):
+        for name, seen in ((places.embed, hooks.embedding), (places.layers[0], hooks.first_layer)):
             if name is not None:
-                handle = self._modules[name].register_forward_pre_hook(RootHook(hook), prepend=True, with_kwargs=True)
+                handle = self._modules[name].register_forward_pre_hook(RootHook(seen), prepend=True, with_kwargs=True)
                 self._hand_handles.append(handle)
+        for name in self._expert_modules:
+            hook = ExpertHook(self.recorder, name)
+            self._hand_handles.append(self._modules[name].register_forward_pre_hook(hook, with_kwargs=True))
         if places.head is not None:
             self._hand_handles.append(self._modules[places.head].register_forward_hook(RootHook(hooks.head)))
 

@@ -74,6 +74,16 @@ def own_weights(module: nn.Module) -> list[torch.Tensor]:
     return own + packed if _is_matrix_module(module) and not any(t.dim() > 1 for t in own) else own
 
 
+def expert_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of one expert, by the module that holds the stacked weights [experts, …] of all of them."""
+    found = {}
+    for name, module in model.named_modules():
+        stacked = [_local(p) for p in module.parameters(recurse=False) if p.dim() > 2]
+        if stacked and not isinstance(module, nn.modules.conv._ConvNd):
+            found[name] = sum(parameter.nbytes // parameter.shape[0] for parameter in stacked)
+    return found
+
+
 def logical_count(module: nn.Module, weight: torch.Tensor) -> int:
     """How many numbers a weight stands for: a packed matrix counts its unpacked elements.
 

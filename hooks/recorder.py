@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
@@ -112,7 +113,18 @@ class Step:
     failed: bool = False
     memory: tuple[int | None, int | None, int | None] = (None, None, None)
     pending: Pending | None = None
+    chosen_experts: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     hand_cache: weakref.ref[Any] | None = None
+
+    def distinct_experts(self) -> dict[tuple[str, int], int]:
+        """How many different experts each call of each expert module used, by module and call index."""
+        seen: Counter[str] = Counter()
+        counts = {}
+        for module, choice in self.chosen_experts:
+            counts[module, seen[module]] = int(torch.unique(choice).numel())
+            seen[module] += 1
+        self.chosen_experts = []
+        return counts
 
     def marks(self) -> Marks:
         """The marks of the closed step; waits for the device if it must."""
@@ -285,6 +297,11 @@ class Recorder:
         expected = before + signature.q_len if before is not None else None
         step.kv_after, seen = step.call.cache_watch.after(cache, expected)
         step.kv_len_after = seen if cache is not None else signature.q_len
+
+    def experts_chosen(self, module: str, choice: torch.Tensor) -> None:
+        """A router's choice reached the experts: kept until the step is handed on, and read only then."""
+        if self._thread.step is not None:
+            self._thread.step.chosen_experts.append((module, choice))
 
     # -- stages called by hand -----------------------------------------------------------
 

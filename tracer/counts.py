@@ -1,9 +1,10 @@
 """Completes a trace with the work of each step: replays its signatures and fills in the null columns."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ TRAFFIC = ("kv_read_bytes", "kv_write_bytes", "kv_copy_bytes")
 OUTSIDE = ("tokenize", "prepare", "sample", "detokenize")
 CORE = "\0core"  # stands behind an attention module's name for its work outside its inner modules
 MAX_REPLAYS = 96
+WEIGHTS = NUMBERS.index("weight_bytes")
 UNKNOWN = -1
 FLOPS = 1  # where they stand in the numbers of a whole step: weight bytes before them
 
@@ -32,13 +34,16 @@ class WorkTable:
     """Work of every call of one forward, as numbers that may be interpolated.
 
     `numbers[i]` are the NUMBERS of call `keys[i]`, UNKNOWN where there is no count; `step` are
-    those of the whole forward with its activation bytes and the known FLOPs appended. `gaps_free`
-    says that all products are inside the stages.
+    those of the whole forward with its activation bytes and the known FLOPs appended.
+    `choosers[i]` are the expert calls inside call i, whose weights are read as the router chose
+    and stand in no number. `gaps_free` says that all products are inside the stages.
     """
 
     keys: tuple[tuple[str, int], ...]
     numbers: npt.NDArray[np.int64]
     step: npt.NDArray[np.int64]
+    choosers: tuple[tuple[tuple[str, int], ...], ...]
+    step_choosers: tuple[tuple[str, int], ...]
     shapes: tuple[tuple[Any, Any, Any], ...]
     gaps_free: bool
     unknown: frozenset[tuple[str, str]]
@@ -61,7 +66,9 @@ class WorkLog:
 
     families: dict[tuple[Any, ...], Family] = field(default_factory=dict)
     caches: dict[int, tuple[KVState, KVState, int]] = field(default_factory=dict)
+    experts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
     recomputing: list[tuple[int, Signature]] = field(default_factory=list)
+    uncountable: set[str] = field(default_factory=set)
 
     def note(self, steps: Iterable[Step]) -> None:
         """Remember the signatures of finished steps, and their caches before and after."""
@@ -71,8 +78,12 @@ class WorkLog:
                 continue
             if step.call.kind == "generate" and not step.prefill and not signature.use_cache:
                 self.recomputing.append((step.index, signature))
+            if step.chosen_experts:
+                self.experts[step.index] = step.distinct_experts()
             self.caches[step.index] = (step.kv_before, step.kv_after, signature.q_len)
-            if signature.kv_len_before is not None:
+            if signature.kv_len_before is None:
+                self.uncountable.add("the cache does not say how many positions it holds")
+            else:
                 key = (step.model, *_family_key(signature))
                 family = self.families.setdefault(key, Family(signature, step.model))
                 family.steps.append(step.index)
@@ -129,7 +140,7 @@ def _layer_traffic(before: LayerKV | None, after: LayerKV, q_len: int) -> tuple[
 
 def work_table(count: ForwardCount, lifecycle: Lifecycle) -> WorkTable:
     """Lay the call tree of a forward out as a table."""
-    keys, numbers, shapes, products = [], [], [], []
+    keys, numbers, choosers, shapes, products = [], [], [], [], []
     unknown: set[tuple[str, str]] = set()
     for call in count.root.walk():
         unknown |= {(call.module, operator) for operator in call.unknown}
@@ -138,9 +149,11 @@ def work_table(count: ForwardCount, lifecycle: Lifecycle) -> WorkTable:
             continue
         keys.append((call.module, call.call_index))
         numbers.append(_numbers(call))
+        choosers.append(_choosers(call.walk()))
         shapes.append((call.input_shape, call.output_shape, call.dtype))
         keys.append((call.module + CORE, call.call_index))
         numbers.append(_own_numbers(call))
+        choosers.append(_choosers([call]))
         shapes.append((None, None, None))
     top = list(_outermost(count.root, lifecycle))
     activations = sum(call.input_bytes + call.output_bytes for call in top)
@@ -150,6 +163,8 @@ def work_table(count: ForwardCount, lifecycle: Lifecycle) -> WorkTable:
         tuple(keys),
         np.array(numbers, dtype=np.int64).reshape(len(keys), len(NUMBERS)),
         np.array(step, dtype=np.int64),
+        tuple(choosers),
+        _choosers(count.root.walk()),
         tuple(shapes),
         not any(call.own or call.unknown for call in _around(count.root, lifecycle)),
         frozenset(unknown),
@@ -164,7 +179,7 @@ def _numbers(call: CallCount) -> list[int]:
     return [
         call.input_bytes,
         call.output_bytes,
-        UNKNOWN if None in weights else sum(size for size in weights if size is not None),
+        sum(size for size in weights if size is not None),
         sum(product.flops for product in products) if known else UNKNOWN,
         sum(product.flops_dense for product in products) if known else UNKNOWN,
     ]
@@ -176,8 +191,13 @@ def _own_numbers(call: CallCount) -> list[int]:
     flops = sum(product.flops for product in call.own) if known else UNKNOWN
     dense = sum(product.flops_dense for product in call.own) if known else UNKNOWN
     weights = list(call.weights.values())
-    read = UNKNOWN if None in weights else sum(size for size in weights if size is not None)
+    read = sum(size for size in weights if size is not None)
     return [UNKNOWN, UNKNOWN, read, flops, dense]
+
+
+def _choosers(calls: Iterable[CallCount]) -> tuple[tuple[str, int], ...]:
+    """The calls of those given that read of their weights what a router chose."""
+    return tuple((call.module, call.call_index) for call in calls if None in call.weights.values())
 
 
 def _outermost(call: CallCount, lifecycle: Lifecycle) -> Iterable[CallCount]:
@@ -289,10 +309,12 @@ def _equal(a: WorkTable, b: WorkTable) -> bool:
 class Completion:
     """Fills the columns of steps and spans that were null while the run went."""
 
-    def __init__(self, log: WorkLog) -> None:
+    def __init__(self, log: WorkLog, expert_bytes: dict[str, int]) -> None:
         self.log = log
+        self.expert_bytes = expert_bytes
         self.of_step: dict[int, WorkTable] = {}
-        self.failures: set[str] = set()
+        self.failures = log.uncountable
+        self.time_ns: Counter[str | None] = Counter()
         self.products: list[dict[str, Any]] = []
 
     def replay(self, replayer: Replayer, lifecycle: Lifecycle, model: int = 0) -> None:
@@ -332,12 +354,21 @@ class Completion:
         return (sum(done), sum(needed)) if len(done) == len(needed) and UNKNOWN not in done + needed else None
 
     def uncounted(self) -> list[dict[str, Any]]:
-        """Modules that ran an operator without formula, with its names."""
+        """Modules that ran an operator without formula, with its names and their share of the recorded time.
+
+        The share is of the innermost span that holds the module; call it after `spans`.
+        """
         pairs = sorted(set().union(*(table.unknown for table in self.of_step.values())))
-        return [
-            {"module": module, "operators": [operator for _, operator in group]}
-            for module, group in itertools.groupby(pairs, key=lambda pair: pair[0])
-        ]
+        whole = self.time_ns.get(None, 0)
+        found = []
+        for module, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            span = module
+            while span and span not in self.time_ns:
+                span = span.rpartition(".")[0]
+            share = self.time_ns[span] / whole if span in self.time_ns and whole else None
+            operators = [operator for _, operator in group]
+            found.append({"module": module, "operators": operators, "span": span or None, "share_of_time": share})
+        return found
 
     def steps(self, rows: pa.Table) -> pa.Table:
         """Fill a part of the steps table."""
@@ -346,6 +377,11 @@ class Completion:
         work = [self.of_step.get(step) for step in indices]
         for position, name in enumerate(names):
             values = [_known(table.step[position]) if table is not None else None for table in work]
+            if name == "weight_bytes":
+                values = [
+                    self._with_experts(value, table.step_choosers, step) if table is not None else None
+                    for value, table, step in zip(values, work, indices, strict=True)
+                ]
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))
         traffic = [self.log.traffic(step) for step in indices]
         for position, name in enumerate(TRAFFIC):
@@ -353,18 +389,38 @@ class Completion:
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))
         return rows
 
+    def _with_experts(self, known: int | None, choosers: Iterable[tuple[str, int]], step: int) -> int | None:
+        """Weight bytes with those of the distinct experts that were used; None where a choice was not seen."""
+        chosen = self.log.experts.get(step, {})
+        for key in choosers:
+            if known is None or key not in chosen or key[0] not in self.expert_bytes:
+                return None
+            known += chosen[key] * self.expert_bytes[key[0]]
+        return known
+
     def spans(self, rows: pa.Table) -> pa.Table:
         """Fill a part of the spans table."""
+        self._add_times(rows)
         codes, keys = _call_codes(rows)
         steps = rows["step"].to_numpy(zero_copy_only=False)
         filler = _SpanFiller(len(rows))
         boundaries = np.flatnonzero(steps[1:] != steps[:-1]) + 1 if len(steps) else np.array([], dtype=np.int64)
         for block in np.split(np.arange(len(rows)), boundaries):
-            step = steps[block[0]] if len(block) else None
-            table = self.of_step.get(int(step)) if step is not None and step == step else None
-            if table is not None:
-                filler.fill(block, codes[block], keys, table)
+            # A part without tokenize or detokenize holds whole numbers, one with them NaN for no step.
+            step = int(steps[block[0]]) if len(block) and steps[block[0]] == steps[block[0]] else None
+            table = self.of_step.get(step) if step is not None else None
+            if table is not None and step is not None:
+                filler.fill(block, codes[block], keys, table, partial(self._with_experts, step=step))
         return self._kv_columns(self._free_rows(filler.set_columns(rows)))
+
+    def _add_times(self, rows: pa.Table) -> None:
+        """Add up the time of each module, and under None that of all stages."""
+        fields = (rows[name].to_pylist() for name in ("step", "module", "parent", "host_ns"))
+        for step, module, parent, host_ns in zip(*fields, strict=True):
+            if module is not None:
+                self.time_ns[module] += host_ns
+            if parent is None and step is not None:
+                self.time_ns[None] += host_ns
 
     def _free_rows(self, rows: pa.Table) -> pa.Table:
         """What the loop does itself holds no product: a true 0, unless a forward runs inside of it.
@@ -415,7 +471,6 @@ class _SpanFiller:
     def __init__(self, length: int) -> None:
         self.numbers = np.full((length, len(NUMBERS)), UNKNOWN, dtype=np.int64)
         self.shapes: list[tuple[Any, Any, Any]] = [(None, None, None)] * length
-        self._places: dict[int, npt.NDArray[np.int64]] = {}
 
     def fill(
         self,
@@ -423,6 +478,7 @@ class _SpanFiller:
         codes: npt.NDArray[np.int64],
         keys: Sequence[tuple[str, int] | None],
         table: WorkTable,
+        with_experts: Callable[[int, Iterable[tuple[str, int]]], int | None],
     ) -> None:
         """Fill the rows of one step from its work."""
         row_of = {key: number for number, key in enumerate(table.keys)}
@@ -431,6 +487,9 @@ class _SpanFiller:
             number = row_of.get(key) if key is not None else None
             if number is not None:
                 self.numbers[position] = table.numbers[number]
+                if table.choosers[number]:
+                    weights = with_experts(int(table.numbers[number, WEIGHTS]), table.choosers[number])
+                    self.numbers[position, WEIGHTS] = UNKNOWN if weights is None else weights
                 self.shapes[position] = table.shapes[number]
 
     def set_columns(self, rows: pa.Table) -> pa.Table:

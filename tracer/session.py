@@ -249,6 +249,7 @@ class Session:
         work = self._count()
         self.writer.complete("steps", lambda rows: _with_token_counts(work.steps(rows), tokens))
         self.writer.complete("spans", lambda rows: self.stage_memory.fill(work.spans(rows), self._ordinals))
+        self.uncounted = work.uncounted()
         self.writer.complete("kv", lambda rows: rows)
         self.writer.complete("tokens", lambda rows: rows)
         self.writer.table("modules", self._modules())
@@ -256,7 +257,7 @@ class Session:
 
     def _count(self) -> Completion:
         """Count the work of all steps; what cannot be replayed stays null, and the notes say why."""
-        completion = Completion(self.work)
+        completion = Completion(self.work, inventory.expert_bytes(self.model))
         for number, (model, lifecycle) in enumerate([(self.model, self.lifecycle), *self.assistants]):
             try:
                 replayer = Replayer(model)
@@ -265,7 +266,6 @@ class Session:
                     self._note_recomputing(completion.recomputed(replayer, lifecycle))
             except ReplayError as error:
                 completion.failures.add(str(error))
-        self.uncounted = completion.uncounted()
         self.uncountable = sorted(completion.failures)
         return completion
 
@@ -460,6 +460,7 @@ class trace:
         options = Options(detail, every, steps[0], steps[1])
         self._session = Session(model, path, options, tokenizer, force=force)
         self._trace: Trace | None = None
+        self._finished = False
 
     @property
     def path(self) -> Path:
@@ -474,6 +475,7 @@ class trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._session.finish(status_of(error), error)
+        self._finished = True
         for fault in self._session.faults:
             import warnings
 
@@ -482,9 +484,22 @@ class trace:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        return getattr(self._stored(), name)
+
+    def __repr__(self) -> str:
+        return repr(self._stored()) if self._finished else f"<trace of {self.path}, recording>"
+
+    def _repr_html_(self) -> str:
+        return self._stored()._repr_html_()
+
+    def _stored(self) -> Trace:
+        """What was written: remembered once the block has ended, read anew while it goes."""
         if self._trace is None:
-            self._trace = read_trace(self._session.path)
-        return getattr(self._trace, name)
+            trace = read_trace(self._session.path)
+            if not self._finished:
+                return trace
+            self._trace = trace
+        return self._trace
 
 
 def status_of(error: BaseException | None) -> str:

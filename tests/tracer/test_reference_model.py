@@ -113,6 +113,36 @@ def test_guidance_inside_sample_is_not_called_free(model_r, prompt_12, tmp_path)
     assert guidance.flops.notna().all()
 
 
+def test_what_has_no_formula_is_null_and_listed(model_r, prompt_12, tmp_path):
+    @torch.library.custom_op("lifetrace_tests::mystery", mutates_args=())
+    def mystery(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    mystery.register_fake(lambda x: torch.empty_like(x))
+
+    class Mysterious(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return mystery(self.inner(x))
+
+    model_r.model.layers[2].mlp = Mysterious(model_r.model.layers[2].mlp)
+    with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
+        model_r.generate(prompt_12, max_new_tokens=2, do_sample=False)
+    (entry,) = trace.meta["uncounted"]
+    assert entry["module"] == "model.layers.2.mlp"
+    assert entry["operators"] == ["lifetrace_tests.mystery"]
+    assert 0 < entry["share_of_time"] < 1
+    assert trace.steps.flops.isna().all()
+    assert trace.steps.flops_counted.tolist() == [3_651_584, 340_992]
+    layers = trace.spans[(trace.spans.stage == "layer") & (trace.spans.step == 1)]
+    unknown = layers[layers.flops.isna()]
+    assert set(zip(unknown.layer, unknown.part.fillna("whole"), strict=True)) == {(2, "whole"), (2, "mlp")}
+    assert "1 module without a formula" in trace._repr_html_()
+
+
 def test_products_hold_the_flops_of_their_signature(trace_r):
     products = trace_r.products
     prefill = products[products.signature == 0]
@@ -156,6 +186,32 @@ def test_mixture_of_experts_counts_the_active_ones(experts, prompt_12, tmp_path)
     per_layer = 2 * 12 * (PROJECTIONS + router + two_experts) + attention_flops(144)
     assert LAYERS * per_layer + HEAD_FLOPS == 6_127_616
     assert trace.steps.flops_dense.iloc[0] == 6_127_616
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_weight_bytes_are_those_of_the_distinct_experts_used(experts, batch, prompt_12, tmp_path):
+    config = MixtralConfig(**R_SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM._from_config(config, experts_implementation=experts).eval()
+    used = []
+    handles = [
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: used.append(args[1].unique().numel()))
+        for layer in model.model.layers
+    ]
+    with lifetrace.trace(model, out=tmp_path / "moe") as trace:
+        model.generate(torch.cat([prompt_12] * batch) + torch.arange(batch)[:, None], max_new_tokens=2, do_sample=False)
+    for handle in handles:
+        handle.remove()
+    an_expert, router, norms = 3 * HIDDEN * MLP * 4, HIDDEN * 8 * 4, 2 * HIDDEN * 4
+    for step, tokens in enumerate((12 * batch, batch)):
+        distinct = used[LAYERS * step : LAYERS * (step + 1)]
+        layers = [PROJECTIONS * 4 + router + norms + count * an_expert for count in distinct]
+        spans = trace.spans[(trace.spans.step == step) & (trace.spans.stage == "layer")]
+        assert spans[spans.part.isna()].weight_bytes.tolist() == layers
+        assert spans[spans.part == "mlp"].weight_bytes.tolist() == [router + count * an_expert for count in distinct]
+        around = tokens * HIDDEN * 4 + HIDDEN * 4 + VOCABULARY * HIDDEN * 4  # rows, final norm, head
+        assert trace.steps.weight_bytes.iloc[step] == sum(layers) + around
 
 
 def test_a_sliding_window_limits_the_pairs(prompt_12, tmp_path):
