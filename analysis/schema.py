@@ -250,11 +250,13 @@ MANIFEST_KEYS = {
     "generation": "settings given to `generate`",
     "prompt": "the prompts as text; null where only token ids were seen",
     "output": "the generated text of the last repeat, one a sequence; null without a tokenizer",
-    "calls": "for each call: kind, repeat, request start, prompt tokens, new tokens, stop reason, "
-    "start, end, first and last token in ns",
+    "calls": "for each call: kind (`generate`, `forward`, or `modules` for stages called by hand), repeat, "
+    "parent step, request start, prompt tokens and new tokens of each sequence, stop reason of each and of all, "
+    "tokens drafted and accepted in assisted decoding, start, end, first and last token in ns",
     "ceilings": "of the device, each with its source; null where unknown",
     "overhead": "untraced and traced seconds of each repeat, ratio with its spread, tokens identical",
-    "uncounted": "modules whose work has no formula",
+    "uncounted": "modules that ran an operator without formula: its names, the span that holds the module, and that "
+    "span's share of the recorded time",
     "notes": "what the reader should know: what could not be seen, faults inside lifetrace",
     "predictions": "of `plan`; null where none were made",
     "post_mortem": "of a run that ended for want of memory; null otherwise",
