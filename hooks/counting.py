@@ -99,7 +99,7 @@ class CountingMode(TorchDispatchMode):
         weights: the storages of the model's parameters, by their identity, with bytes each.
         visible_pairs: gives, for the open calls, q and the number of keys, how many query–key
             pairs are let through.
-        weightless: modules without parameters, whose outer products build tables (rotary angles)
+        weightless: modules without parameters beside the layers, whose outer products build tables (rotary angles)
             and add nothing up: no matrix products, though some write them so.
     """
 

@@ -128,7 +128,9 @@ class CacheWatch:
         same = self._cache is not None and self._cache() is cache
         if not same or not self._state.layout.grows_evenly:
             return None
-        layers: Sequence[Any] = cache.layers
+        layers: Sequence[Any] | None = getattr(cache, "layers", None)
+        if layers is None:  # two caches in one, or no cache of this library
+            return None
         shapes = {layer.keys.shape for layer in layers if layer.keys is not None}
         if len(shapes) != 1 or len(layers) != len(self._state.layout.layers):
             return None

@@ -81,6 +81,14 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
+def _tables(model: nn.Module) -> Iterator[str]:
+    """Modules without parameters beside the layers: what they compute from positions are tables."""
+    listed = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    for name, module in model.named_modules():
+        if next(module.parameters(), None) is None and not name.startswith(listed):
+            yield name
+
+
 class Runner:
     """Runs signatures on one model, real or of meta tensors, and counts them."""
 
@@ -89,7 +97,7 @@ class Runner:
         self.names = {module: name for name, module in model.named_modules()}
         self.modules = dict(model.named_modules())
         self.weights = {storage_id(p): p.nbytes for p in model.parameters()}
-        self.weightless = frozenset(n for n, m in model.named_modules() if next(m.parameters(), None) is None)
+        self.weightless = frozenset(_tables(model))
         self.device = torch.device(device_of(model) or "cpu")
         self.spread = False
         self.accepted = set(inspect.signature(model.forward).parameters)

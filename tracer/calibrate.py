@@ -43,7 +43,7 @@ Progress = Callable[[str], None]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_ROUNDS, MAX_CALLS = 3, 200
-QUIET_SPREAD = 0.25
+QUIET_SPREAD, SPREAD_NS = 0.25, 500_000_000
 # Cores that other programs may keep busy: a sliver of a small machine, a few of a large one.
 QUIET_OTHERS, QUIET_OTHERS_OF_CORES = 0.15, 0.05
 
@@ -117,7 +117,7 @@ def _cpu_plan(quick: bool) -> Plan:
     """About half a minute from the second cache to 1 GiB, or a few seconds."""
     if quick:
         sets = (MIB, 8 * MIB, 64 * MIB, 512 * MIB)
-        return Plan((256, 1024), sets, sets[2:], (4, 32, 256), figure_ns=50_000_000)
+        return Plan((256, 1024), sets, sets[2:], (4, 32, 256), figure_ns=30_000_000)
     return Plan(
         matmul_sizes=(64, 128, 256, 512, 1024, 2048),
         working_sets=tuple(256 * KIB * 2**step for step in range(13)),
@@ -167,7 +167,7 @@ class Buffer:
         """The first so many values as one row of a dtype, those of another dtype being lost."""
         whole = self._bytes[: len(self._bytes) // dtype.itemsize * dtype.itemsize].view(dtype)
         if dtype != self._dtype:
-            block = random_values(self.device, dtype, 64 * KIB)
+            block = random_values(self.device, dtype, min(len(whole), 4 * MIB))
             for start in range(0, len(whole), len(block)):
                 target = whole[start : start + len(block)]
                 target.copy_(block[: len(target)])
@@ -286,13 +286,19 @@ def _has(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rounds_ns(work: Callable[[], object], timer: Timer, plan: Plan) -> list[int]:
-    """Time rounds of work after one warm-up: at least three, until the figure's time is used up."""
-    warm_ns = timer.time_ns(work)
+    """Time rounds of work after one warm-up until the figure's time is used up, its own not counting.
+
+    Three at least, unless they take four times as long: on a machine that is busy with other things
+    a round may take a hundred times what it should.
+    """
+    timer.time_ns(work)
     times: list[int] = []
-    spent_ns = warm_ns
-    while len(times) < MIN_ROUNDS or (spent_ns < plan.figure_ns and len(times) < plan.max_rounds):
+    spent_ns = 0
+    while not times or spent_ns < plan.figure_ns * (4 if len(times) < MIN_ROUNDS else 1):
         times.append(max(1, timer.time_ns(work)))
         spent_ns += times[-1]
+        if len(times) == plan.max_rounds:
+            break
     return times
 
 
@@ -368,7 +374,7 @@ def _net_rate(
     """Bytes a second of some work, without the cost of calling it; at most half the time is taken off."""
     inner, small = plan.calls(count, plan.round_bytes), data[:16]
     briefly = replace(plan, figure_ns=plan.figure_ns // 20)
-    call_ns = median(rounds_ns(lambda: [work(small) for _ in range(64)], timer, briefly)) / 64
+    call_ns = median(rounds_ns(lambda: [work(small) for _ in range(16)], timer, briefly)) / 16
     times = rounds_ns(lambda: [work(data) for _ in range(inner)], timer, plan)
     return _rate(count * inner, [time_ns - min(call_ns * inner, time_ns / 2) for time_ns in times])
 
@@ -487,9 +493,15 @@ def host_to_device_figure(device: torch.device, timer: Timer, plan: Plan) -> Fig
 
 
 def kernel_spread(device: torch.device, timer: Timer, rounds: int = 150) -> float:
-    """(p90 − p10) ÷ median of a small fixed piece of work: what equal work differs by, after a short warm-up."""
+    """(p90 − p10) ÷ median of a small fixed piece of work: what equal work differs by, after a short warm-up.
+
+    Half a second at most.
+    """
     x = random_values(device, torch.float32, 192, 192)
-    times = [timer.time_ns(lambda: [x @ x for _ in range(5)]) for _ in range(rounds + 10)][10:]
+    times: list[int] = []
+    while len(times) < 10 or (len(times) < rounds + 10 and sum(times) < SPREAD_NS):
+        times.append(timer.time_ns(lambda: [x @ x for _ in range(5)]))
+    times = times[5:]
     deciles = quantiles(times, n=10)
     return (deciles[8] - deciles[0]) / max(1.0, median(times))
 
