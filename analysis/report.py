@@ -114,11 +114,14 @@ def write_report(trace: Trace, path: Path) -> Path:
     """
     # a lone half of a surrogate pair may stand in a manifest, and has no place in UTF-8
     page = render_report(trace).encode("utf-8", "replace")
-    path = Path(path)
+    path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path} is no ordinary file; give -o the name of an HTML file to write.")
     try:
         _replace(path, page)
     except OSError as error:
-        raise TraceError(f"The report {path} cannot be written: {error.strerror or error}.") from None
+        cause = error.strerror or error
+        raise TraceError(f"The report {path} cannot be written: {cause}. Choose another place with -o.") from None
     return path
 
 

@@ -103,7 +103,7 @@ STEPS = Table(
         Column("device_ns", INT, "CUDA events around the forward; null on a CPU"),
         *WORK,
         _at_close("flops_counted", INT, "the known part of `flops`; equal to it when nothing is uncounted"),
-        _at_close("op_count", INT, "operators that the forward launches, views excluded"),
+        _at_close("op_count", INT, "operators that the forward launches, views excluded; not counted yet: null"),
         *TRAFFIC,
         _at_close("activation_bytes", INT, "activation traffic: inputs and outputs of the stages, no KV"),
         Column("kv_bytes", INT, "KV of all layers after the step: positions filled, recurrent states included"),
@@ -143,7 +143,7 @@ SPANS = Table(
         _at_close("output_bytes", INT, "all activation tensors returned"),
         *TRAFFIC,
         *WORK,
-        _at_close("op_count", INT, "operators that it launches, views excluded"),
+        _at_close("op_count", INT, "operators that it launches, views excluded; not counted yet: null"),
         Column("mem_allocated_bytes", INT, "CUDA caching allocator at its end; null on a CPU"),
         Column("mem_peak_bytes", INT, "CUDA caching allocator, peak while it ran; null on a CPU"),
         Column("starved", FLAG, "the device had run out of work when this began; null where unknown"),
@@ -261,6 +261,13 @@ MANIFEST_KEYS = {
     "predictions": "of `plan`; null where none were made",
     "post_mortem": "of a run that ended for want of memory; null otherwise",
 }
+
+# What a reader relies on; every key may also be null.
+MANIFEST_TYPES: dict[str, type] = {
+    "run_id": str, "status": str, "model": dict, "device": dict, "versions": dict, "settings": dict,
+    "generation": dict, "prompt": list, "output": list, "calls": list, "ceilings": dict, "overhead": dict,
+    "uncounted": list, "notes": list,
+}  # fmt: skip
 
 
 def markdown() -> str:

@@ -8,6 +8,8 @@ from .latency import Latency, latency
 from .schema import PHASES
 from .trace import Trace
 
+UNSTEADY = 1.15  # equal runs that differ by more make their times doubtful
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -23,6 +25,7 @@ class Summary:
     latency: Latency
     stages: list[StageTime]
     steps: int
+    steps_recorded: int
     steps_per_call: dict[str, float]
     kv_bytes: int | None
     kv_allocated_bytes: int | None
@@ -56,6 +59,7 @@ def summarize(trace: Trace) -> Summary:
         latency=latency(trace),
         stages=breakdown(trace),
         steps=len(steps),
+        steps_recorded=len(trace.table("spans")["step"].unique().drop_null()),
         steps_per_call=_steps_per_call(trace),
         kv_bytes=last.get("kv_bytes"),
         kv_allocated_bytes=last.get("kv_allocated_bytes"),
@@ -65,8 +69,21 @@ def summarize(trace: Trace) -> Summary:
         peak_memory_bytes=max((v for v in steps["mem_peak_bytes"].to_pylist() if v is not None), default=None),
         overhead=meta.get("overhead"),
         uncounted=meta.get("uncounted"),
-        notes=list(meta.get("notes") or []),
+        notes=[*(meta.get("notes") or []), *_doubts(trace)],
     )
+
+
+def _doubts(trace: Trace) -> list[str]:
+    """What the reader should know of this trace besides what the run itself noted."""
+    doubts = []
+    noise = (trace.meta.get("overhead") or {}).get("noise")
+    if noise is not None and noise > UNSTEADY:
+        doubts.append(f"equal untraced runs differ by {noise - 1:.0%}: this machine was not quiet, doubt the times")
+    if not len(trace.table("steps")):
+        doubts.append("this trace holds no steps")
+    elif trace.table("spans")["step"].null_count == len(trace.table("spans")):
+        doubts.append("this trace holds no spans: no step of those that ran was recorded in detail")
+    return doubts
 
 
 def _steps_per_call(trace: Trace) -> dict[str, float]:

@@ -12,6 +12,7 @@ from .schema import PHASES
 from .summary import Summary
 
 BAR_WIDTH = 12
+WIDE = 90  # columns from which there is room for bars
 
 
 def printable(text: str) -> str:
@@ -53,7 +54,8 @@ def _model(summary: Summary) -> str:
 
 def _device(summary: Summary) -> str:
     device = summary.device
-    threads = f" · {device['threads']} threads" if device.get("type") == "cpu" and device.get("threads") else ""
+    count = device.get("threads")
+    threads = f" · {count} thread{'s' * (count != 1)}" if device.get("type") == "cpu" and count else ""
     return f"{device.get('type')} · {device.get('name')}{threads}"
 
 
@@ -125,13 +127,20 @@ def print_summary(summary: Summary, console: Console) -> None:
     console.print(facts)
     if summary.stages:
         console.print()
-        console.print("where the time went, in one call")
-        console.print(_stage_table(summary))
+        console.print(_stage_title(summary))
+        console.print(_stage_table(summary, bars=console.width >= WIDE))
     for note in summary.notes:
         console.print(Text(f"note: {printable(note)}", style="yellow"))
 
 
-def _stage_table(summary: Summary) -> Table:
+def _stage_title(summary: Summary) -> str:
+    title = "where the time went, in one call"
+    if summary.steps_recorded < summary.steps:
+        return f"{title} (spans of {summary.steps_recorded} of {summary.steps} steps were recorded and stand for all)"
+    return title
+
+
+def _stage_table(summary: Summary, bars: bool) -> Table:
     """Prefill beside decode, each of one call; parts indented below their stage; the whole last."""
     stages = summary.stages
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -140,16 +149,18 @@ def _stage_table(summary: Summary) -> Table:
         steps = summary.steps_per_call.get(phase, 0)
         table.add_column(f"{phase}, {steps:g} step{'s' * (steps != 1)}", justify="right")
         table.add_column("share", justify="right")
-        table.add_column("", justify="left", no_wrap=True)
+        if bars:
+            table.add_column("", justify="left", no_wrap=True)
     for stage, part in _order(stages):
         cells: list[Text] = [Text(f"  {part}" if part else stage, style="dim" if part else "")]
         for phase in PHASES:
             row = next((s for s in stages if (s.phase, s.stage, s.part) == (phase, stage, part)), None)
-            cells += _cells(row)
+            cells += _cells(row)[: 3 if bars else 2]
         table.add_row(*cells)
     total = [sum(s.time_ns for s in stages if s.phase == phase and s.part is None) for phase in PHASES]
     table.add_section()
-    table.add_row("all", *(cell for ns in total for cell in (units.time(ns) if ns else units.NONE, "", "")))
+    blanks = [""] * (2 if bars else 1)
+    table.add_row("all", *(cell for ns in total for cell in (units.time(ns) if ns else units.NONE, *blanks)))
     return table
 
 

@@ -121,6 +121,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(meta, dict) or not isinstance(meta.get("format_version"), int):
         raise TraceError(f"{file} is no manifest of lifetrace: it has no format_version.")
+    for key, type_ in schema.MANIFEST_TYPES.items():
+        if meta.get(key) is not None and not isinstance(meta[key], type_):
+            raise TraceError(f"{file} is damaged: {key} is a {type(meta[key]).__name__}, not a {type_.__name__}.")
+    if any(not isinstance(call, dict) for call in meta.get("calls") or []):
+        raise TraceError(f"{file} is damaged: its calls are no objects.")
     if meta["format_version"] > schema.FORMAT_VERSION:
         raise TraceError(
             f"{folder} was written in format {meta['format_version']}, this lifetrace reads up to "

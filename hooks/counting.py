@@ -199,7 +199,8 @@ def describe(call: CallCount, args: Any, kwargs: dict[str, Any], output: Any) ->
     """Note shapes and bytes at the boundary of a call; masks and caches are no activations."""
     named = {name: value for name, value in kwargs.items() if "mask" not in name and "cache" not in name}
     given = _activations((args, named))
-    returned = _activations(output)
+    # An attention map that only an eager implementation returns is no traffic of the boundary.
+    returned = [tensor for tensor in _activations(output) if not hasattr(tensor, "_lifetrace_scores")]
     if given:
         call.input_shape = tuple(given[0].shape)
     if returned:

@@ -1,5 +1,6 @@
 """The command line: parses, wires, prints; what loads torch is imported by the command that needs it."""
 
+import errno
 import json
 import sys
 from collections.abc import Callable
@@ -21,13 +22,21 @@ class Lifetrace(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # a terminal that knows no dash still gets the rest
+                stream.reconfigure(errors="replace")
         try:
             return super().invoke(ctx)
         except LifetraceError as error:
             click.echo(f"lifetrace: {_one_line(str(error))}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("lifetrace: interrupted; what was recorded can be read.", err=True)
+            click.echo("lifetrace: interrupted.", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo("lifetrace: the output could not be written: its disk is full.", err=True)
             ctx.exit(1)
 
 
@@ -429,14 +438,14 @@ def report(path: Path, output: Path | None) -> None:
 
 @main.command(short_help="Measure what this device reaches at most.")
 @click.option("--device", default="auto", metavar="DEVICE", show_default=True, help="auto, cpu, cuda or cuda:N.")
-@click.option("--quick", is_flag=True, help="A few seconds, with fewer sizes; `run` does this the first time.")
+@click.option("--quick", is_flag=True, help="A few seconds, with fewer sizes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with the curves.")
 def calibrate(device: str, quick: bool, as_json: bool, plot: Path | None) -> None:
     """Measure matrix products, memory bandwidth and the cost of launching an operator: the ceilings.
 
     The figures are kept in the user's cache directory for this device, torch and thread count, and
-    go into every later trace. Takes about a minute; let the machine be quiet meanwhile.
+    go into the traces of later runs. Takes about a minute; let the machine be quiet meanwhile.
 
     \b
     Keys of --json, rates per second, each figure as median, low, high:

@@ -16,8 +16,8 @@ import torch
 from lifetrace.errors import LifetraceError, RunError, UsageError
 from lifetrace.hooks.memory import peak_reader
 
-from . import logprobs, workload
-from .session import Options, Session, folder_name, jsonable, status_of
+from . import calibrate, logprobs, workload
+from .session import Options, Session, jsonable, new_folder, status_of
 from .workload import Loaded, ModelSource, Prompts, first_line
 from .writer import prepare_folder, remove_trace
 
@@ -58,7 +58,7 @@ def run(settings: RunSettings, progress: Progress) -> Path:
         UsageError, ModelError, TraceError: bad input; nothing was run.
         RunError: the run began and failed; its trace says how far it came.
     """
-    path = settings.out if settings.out is not None else Path("traces") / folder_name(settings.source.name)
+    path = settings.out if settings.out is not None else new_folder(settings.source.name)
     prepare_folder(path, settings.force)
     progress(f"loading {settings.source.name}")
     with _empty_folder_removed(path):
@@ -67,6 +67,11 @@ def run(settings: RunSettings, progress: Progress) -> Path:
         inputs = workload.encode(settings.prompts, loaded)
         workload.check_length(loaded, inputs["input_ids"].shape[1], settings.max_new_tokens)
         session = Session(loaded.model, path, settings.options, loaded.tokenizer, _facts(settings, loaded))
+        if loaded.tokenizer is None:
+            session.findings.append("this model has no tokenizer: each byte of the prompt was taken as a token")
+        found, note = calibrate.load(calibrate.device_key(loaded.device))
+        session.facts["ceilings"] = found.to_json() if found is not None else None
+        session.findings += [note] if note else []
     _trace(settings, loaded, session, progress)
     return path
 
@@ -76,7 +81,7 @@ def _empty_folder_removed(path: Path) -> Iterator[None]:
     """A run that did not begin leaves no empty folder behind."""
     try:
         yield
-    except LifetraceError:
+    except (LifetraceError, KeyboardInterrupt):
         with contextlib.suppress(OSError):
             path.rmdir()
         raise
@@ -116,8 +121,11 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
             session.token_details = logprobs.details(loaded.model, session.sequences(), settings.logprobs)
     except BaseException as error:
         session.finish(status_of(error), error)
-        if isinstance(error, LifetraceError | KeyboardInterrupt):
+        if isinstance(error, LifetraceError):
             raise
+        if isinstance(error, KeyboardInterrupt):
+            path = session.path
+            raise RunError(f"Interrupted; {path} holds what was recorded before: lifetrace show {path}") from None
         if _refused(error, warmed + untraced + traced):
             remove_trace(session.path)
             session.path.rmdir()

@@ -1,6 +1,7 @@
 """One trace from attach to manifest: joins the hooks to the writer. `lifetrace.trace` is its front door."""
 
 import dataclasses
+import itertools
 import secrets
 import time
 from collections.abc import Callable
@@ -407,7 +408,25 @@ def jsonable(value: Any) -> Any:
 def default_folder(model: Any) -> Path:
     """`traces/<time>-<model>`, with only letters, digits, dots and dashes of the model's name."""
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    return Path("traces") / folder_name(name)
+    return new_folder(name)
+
+
+def new_folder(model_id: str) -> Path:
+    """A folder in `traces` that is not there yet; of two runs in one second the later has a number behind its name."""
+    first = Path("traces") / folder_name(model_id)
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([first], numbered) if _claim(path))
+
+
+def _claim(path: Path) -> bool:
+    """Make the folder, unless it is there; one that cannot be made is reported when it is prepared."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return not path.is_dir()
+    except OSError:
+        pass
+    return True
 
 
 def folder_name(model_id: str) -> str:

@@ -302,7 +302,9 @@ def _load_error(source: ModelSource, error: Exception) -> ModelError:
         return ModelError(
             f"{name} cannot be read as GGUF: {first_line(error)}. The file may be cut short; get it again."
         )
-    if not Path(name).exists():
+    if name in catalogue() and not Path(name).exists():
+        return ModelError(f"{name} is a name of the catalogue, which holds no weights; add --weights random.")
+    if name != DEMO and not Path(name).exists():
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") else ""
         near = difflib.get_close_matches(name, [DEMO, *catalogue()], n=3)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -444,10 +446,18 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{pair!r} is no setting; write it as key=value, such as repetition_penalty=1.1.")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise UsageError(f"generate() has no setting {key!r}.{hint}")
-        try:
-            settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = value
+            hint = f"Did you mean {' or '.join(near)}?" if near else "Its settings are those of GenerationConfig."
+            raise UsageError(f"generate() has no setting {key!r}. {hint}")
+        settings[key] = _setting(value)
     return settings
+
+
+def _setting(text: str) -> Any:
+    """Read a value as JSON, or as Python writes True, False and None; anything else is text."""
+    spelled = {"True": True, "False": False, "None": None}
+    if text in spelled:
+        return spelled[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from plotly.offline import get_plotlyjs
+from stored_traces import one_call
 
 from lifetrace.analysis import figures, read_trace, report, schema
 from lifetrace.analysis.trace import Trace
@@ -456,3 +457,15 @@ def test_a_thousand_steps_of_32_layers_stay_small_and_quick(tmp_path):
     assert time.perf_counter() - began < 20
     assert path.stat().st_size < 8_000_000
     assert len(figures.timeline(trace).data) < 12  # paths in the chart, however many steps
+
+
+def test_what_is_no_ordinary_file_is_left_alone(tmp_path):
+    trace = read_trace(one_call(tmp_path / "trace"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="no ordinary file"):
+        report.write_report(trace, tmp_path / "pipe")
+    (tmp_path / "real.html").write_text("old")
+    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
+    report.write_report(trace, tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert "<html" in (tmp_path / "real.html").read_text()[:200]

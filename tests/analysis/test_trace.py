@@ -54,6 +54,8 @@ def test_a_part_that_covers_others_replaces_them(folder):
         ('{"format_version": "1"}', "no format_version"),
         ('{"format_version": 99}', "format 99"),
         ("\xff", "JSON"),
+        ('{"format_version": 1, "calls": "x"}', "calls is a str"),
+        ('{"format_version": 1, "calls": [1]}', "calls are no objects"),
     ],
 )
 def test_a_manifest_that_is_none(folder, text, words):

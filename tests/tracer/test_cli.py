@@ -118,6 +118,64 @@ def test_other_settings_reach_generate(random_r):
     assert generation == {"max_new_tokens": 64, "repetition_penalty": 1.5, "min_new_tokens": 3, "seed": 0}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("False", False), ("false", False), ("None", None), ("0.5", 0.5), ("static", "static")]
+)
+def test_settings_are_read_as_json_or_as_python_spells_them(text, value):
+    from lifetrace.workload import parse_settings
+
+    assert parse_settings([f"cache_implementation={text}"]) == {"cache_implementation": value}
+
+
+def test_two_runs_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    from lifetrace import session
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "folder_name", lambda model: "now-model")
+    assert [session.new_folder("m").name for _ in range(3)] == ["now-model", "now-model-2", "now-model-3"]
+
+
+def test_a_terminal_that_knows_no_dash_still_gets_the_rest(random_r):
+    invoke(*random_r, "--out", "t")
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "lifetrace", "show", "t"]
+    shown = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert b"TTFT" in shown.stdout
+
+
+def test_an_interrupted_run_says_where_its_trace_is(random_r, monkeypatch):
+    from lifetrace import run_command
+
+    real, calls = run_command._generate, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(run_command, "_generate", interrupted)
+    result = invoke(*random_r, "--repeats", "2", "--out", "t")
+    assert result.exit_code == 1
+    assert "lifetrace show t" in result.stderr
+    assert lifetrace.read_trace("t").meta["status"] == "interrupted"
+    assert "interrupted" in invoke("show", "t").stdout
+
+
+def test_steps_that_were_not_recorded_are_said(random_r):
+    result = invoke(*random_r, "--steps", "2:4", "--max-new-tokens", "8", "--out", "t")
+    assert "spans of 2 of 8 steps were recorded" in " ".join(result.stdout.split())
+    assert "no spans" in invoke(*random_r, "--steps", "100:", "--max-new-tokens", "4", "--out", "u").stdout
+
+
+def test_a_value_that_transformers_refuses_is_not_blamed_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("run", *QUICK, "--attn-implementation", "flashy")
+    assert refused(result, "demo cannot be loaded", "flashy")
+    assert refused(invoke("run", *QUICK, "--model", "smollm2-135m"), "--weights random")
+
+
 def test_logprobs_are_those_of_the_models_own_distribution(random_r):
     import torch
 

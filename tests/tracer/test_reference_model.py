@@ -163,6 +163,8 @@ def test_bytes_at_the_boundaries_of_stages(trace_r):
     assert list(down.input_shape) == [1, 12, MLP]
     assert list(down.output_shape) == [1, 12, HIDDEN]
     assert down["dtype"] == "float32"
+    attention = prefill.loc["model.layers.0.self_attn"]
+    assert attention.output_bytes == 12 * HIDDEN * 4  # no attention map, which only eager code returns
     head = prefill.loc["lm_head"]
     assert list(head.output_shape) == [1, 1, VOCABULARY]  # only the last position
 
