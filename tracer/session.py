@@ -354,7 +354,10 @@ def _with_token_counts(rows: pa.Table, counts: dict[int, StepTokens]) -> pa.Tabl
     for name in ("token_count", "tokens_real"):
         values = [getattr(counts[step], name) if step in counts else None for step in steps]
         rows = set_column(rows, name, pa.array(values, type=pa.int64()))
-    return rows
+    failed = rows["discarded"].to_pylist()
+    undone = [step in counts and counts[step].undone for step in steps]
+    discarded = [bool(a or b) for a, b in zip(failed, undone, strict=True)]
+    return set_column(rows, "discarded", pa.array(discarded))
 
 
 def _tape(device: torch.device, slots: list[Slot]) -> Tape:

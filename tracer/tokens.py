@@ -15,10 +15,14 @@ from .logprobs import Sequence
 
 @dataclass(frozen=True)
 class StepTokens:
-    """New tokens that a step gave, and how many of those it processed are not padding."""
+    """New tokens that a step gave, how many of those it processed are not padding, whether they were undone.
+
+    A stop check that is read a step late lets one forward more begin, whose token is taken back.
+    """
 
     token_count: int | None
     tokens_real: int | None
+    undone: bool = False
 
 
 @dataclass
@@ -96,7 +100,7 @@ class TokenReader:
             for position in range(len(row))
         ]
         given = Counter(row["step"] for row in rows if row["source"] == "generated" and row["kept"])
-        return rows, {s.step: StepTokens(given[s.step], _real(s, tokens)) for s in steps}
+        return rows, {s.step: StepTokens(given[s.step], _real(s, tokens), _undone(s, tokens)) for s in steps}
 
     def call_facts(self, call: Call) -> dict[str, Any]:
         """Prompt tokens, new tokens, stop reason, first and last arrival, for the manifest."""
@@ -240,6 +244,12 @@ def _step_at(steps: list[StepFacts], position: int, prompt_length: int) -> StepF
         seen = (s for s in steps if (s.kv_len_before or 0) <= position)
         return next((s for s in seen if s.kv_len_after is not None and s.kv_len_after > position), None)
     return next((s for s in steps if s.length_after is not None and s.length_after > position), None)
+
+
+def _undone(step: StepFacts, tokens: CallTokens) -> bool:
+    """Whether a step chose a token that the result does not hold; beams are cut to the best for another reason."""
+    longest = max((len(row) for row in tokens.ids), default=0)
+    return step.length_after is not None and step.length_after > longest and step.batch == len(tokens.ids)
 
 
 def _processed(step: StepFacts) -> int | None:

@@ -58,6 +58,20 @@ def test_tokens_are_identical(model_r, prompt_12, tmp_path, detail, settings):
     assert generated.token_id.tolist() == untraced[0, 12:].tolist()
 
 
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}])
+def test_tokens_of_the_demo_model_are_identical(tmp_path, settings):
+    folder = str(resources.files("lifetrace.demo_model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = tokenizer("The physical hardware limits", return_tensors="pt")
+    torch.manual_seed(5)
+    untraced = model.generate(**inputs, max_new_tokens=16, **settings)
+    torch.manual_seed(5)
+    with lifetrace.trace(model, tokenizer=tokenizer, out=tmp_path / "t"):
+        traced = model.generate(**inputs, max_new_tokens=16, **settings)
+    assert torch.equal(untraced, traced)
+
+
 def test_the_model_is_as_before_also_after_an_exception(model_r, prompt_12, tmp_path):
     def foreign(module, args):
         return None

@@ -124,6 +124,28 @@ def test_gradients_on_hold_nothing(traced, model_r, prompt_12, tmp_path):
     assert model_r.lm_head.weight.grad is not None
 
 
+def test_a_forward_whose_token_is_taken_back_is_discarded(model_r, prompt_12, tmp_path, monkeypatch):
+    """A stop check that is read one step late, as on a device that the host does not wait for."""
+    from transformers.generation import utils
+
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("this transformers does not defer the stop check")
+
+    class Event:
+        def __init__(self, *args, **kwargs): ...
+        def record(self): ...
+        def synchronize(self): ...
+
+    third = int(model_r.generate(prompt_12, max_new_tokens=3, do_sample=False)[0, -1])
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(lambda *args, **kwargs: True))
+    monkeypatch.setattr(utils.torch, "Event", Event)
+    with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
+        model_r.generate(prompt_12, max_new_tokens=8, do_sample=False, eos_token_id=third)
+    assert trace.meta["calls"][0]["new_tokens"] == [3]
+    assert trace.steps.token_count.tolist() == [1, 1, 1, 0]
+    assert trace.steps.discarded.tolist() == [False, False, False, True]
+
+
 def test_several_generates_in_one_trace(model_r, prompt_12, tmp_path):
     with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
         for count in (2, 3):
