@@ -22,6 +22,8 @@ class Summary:
     prompt: list[str] | None
     output: list[str] | None
     stop_reason: str | None
+    drafted: int | None
+    accepted: int | None
     latency: Latency
     stages: list[StageTime]
     steps: int
@@ -56,6 +58,8 @@ def summarize(trace: Trace) -> Summary:
         prompt=meta.get("prompt"),
         output=meta.get("output"),
         stop_reason=next((call["stop_reason"] for call in reversed(calls) if call.get("stop_reason")), None),
+        drafted=_total(calls, "drafted"),
+        accepted=_total(calls, "accepted"),
         latency=latency(trace),
         stages=breakdown(trace),
         steps=len(steps),
@@ -71,6 +75,12 @@ def summarize(trace: Trace) -> Summary:
         uncounted=meta.get("uncounted"),
         notes=[*(meta.get("notes") or []), *_doubts(trace)],
     )
+
+
+def _total(calls: list[dict[str, Any]], key: str) -> int | None:
+    """Sum over the calls that drafted; null where none did."""
+    values = [call[key] for call in calls if call.get(key) is not None]
+    return sum(values) if values else None
 
 
 def _doubts(trace: Trace) -> list[str]:

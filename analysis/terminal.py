@@ -37,6 +37,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
             f"decode {units.rate(timing.decode_tokens_per_s, 'tokens/s')}",
         ),
         ("tokens", _tokens(summary)),
+        ("drafted", _drafted(summary)),
         ("KV cache", _kv(summary)),
         ("FLOPs", _flops(summary)),
         ("peak memory", units.byte_count(summary.peak_memory_bytes)),
@@ -64,6 +65,14 @@ def _tokens(summary: Summary) -> str:
     batch = f" in {timing.sequences} sequences" if (timing.sequences or 1) > 1 else ""
     why = f" (stopped by {summary.stop_reason})" if summary.stop_reason else ""
     return f"{units.count(timing.prompt_tokens)} prompt + {units.count(timing.new_tokens)} new{batch}{why}"
+
+
+def _drafted(summary: Summary) -> str:
+    """How many of the tokens drafted in assisted decoding were accepted."""
+    if not summary.drafted or summary.accepted is None:
+        return units.NONE
+    rate = units.share(summary.accepted / summary.drafted)
+    return f"{units.count(summary.drafted)} tokens, {units.count(summary.accepted)} accepted ({rate})"
 
 
 def _kv(summary: Summary) -> str:

@@ -74,7 +74,9 @@ def test_prompt_lookup_drafts_without_a_model(traced):
     assert (trace.steps.role == "main").all()
     assert trace.steps.token_count.sum() == 9
     assert trace.steps.phase.tolist() == ["prefill"] + ["decode"] * (len(trace.steps) - 1)
-    assert trace.meta["calls"][0]["drafted"] > 0
+    call = trace.meta["calls"][0]
+    assert call["drafted"] > 0
+    assert f"{call['drafted']} tokens, {call['accepted']} accepted" in trace._repr_html_()
 
 
 def test_several_return_sequences(traced):
