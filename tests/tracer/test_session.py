@@ -142,17 +142,19 @@ class Sleeping(torch.nn.Module):
         return self.inner(*args, **kwargs)
 
 
+def always_slow(trace):
+    """Stage, layer and part of what takes long in each of the steps; a busy machine delays one, not all."""
+    spans = trace.spans.assign(layer=trace.spans.layer.fillna(-1), part=trace.spans.part.fillna("whole"))
+    a_step = spans.groupby(["stage", "layer", "part", "step"]).host_ns.max()
+    fastest = a_step.groupby(["stage", "layer", "part"]).min()
+    return set(fastest[fastest > 40_000_000].index)
+
+
 def test_a_sleep_in_one_mlp_shows_there_and_nowhere_else(model_r, prompt_12, tmp_path):
     model_r.model.layers[2].mlp = Sleeping(model_r.model.layers[2].mlp)
     with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
         model_r.generate(prompt_12, max_new_tokens=3)
-    spans = trace.spans
-    slow = spans[spans.host_ns > 40_000_000]
-    assert set(zip(slow.stage, slow.layer, slow.part.fillna("whole"), strict=True)) == {
-        ("layer", 2, "whole"),
-        ("layer", 2, "mlp"),
-    }
-    assert len(slow) == 2 * 3
+    assert always_slow(trace) == {("layer", 2, "whole"), ("layer", 2, "mlp")}
 
 
 def test_a_sleep_in_a_logits_processor_moves_sample_alone(model_r, prompt_12, tmp_path):
@@ -163,8 +165,7 @@ def test_a_sleep_in_a_logits_processor_moves_sample_alone(model_r, prompt_12, tm
 
     with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
         model_r.generate(prompt_12, max_new_tokens=3, logits_processor=LogitsProcessorList([Slow()]))
-    slow = trace.spans[trace.spans.host_ns > 40_000_000]
-    assert set(zip(slow.stage, slow.part.fillna("whole"), strict=True)) == {("sample", "whole"), ("sample", "logits")}
+    assert always_slow(trace) == {("sample", -1, "whole"), ("sample", -1, "logits")}
 
 
 def test_a_streamer_in_a_worker_thread_is_its_own_part(tmp_path):
