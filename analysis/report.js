@@ -110,7 +110,8 @@
 
   function tokenFacts(i) {
     const facts = [`“${tokenText(i).trim()}”`, `id ${tokens.id[i]}`, `position ${tokens.position[i]}`];
-    if (tokens.generated[i]) facts.push(`${asTime(tokens.waited_ns[i])} after the one before`);
+    const before = i > 0 && tokens.generated[i - 1] ? "the one before" : "the request began";
+    if (tokens.generated[i]) facts.push(`${asTime(tokens.waited_ns[i])} after ${before}`);
     if (tokens.logprob && !missing(tokens.logprob[i])) {
       facts.push(`logprob ${tokens.logprob[i].toFixed(2)} (probability ${asShare(Math.exp(tokens.logprob[i]))})`);
     }
