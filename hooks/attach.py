@@ -120,7 +120,7 @@ class HandHooks:
     def head(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After the head."""
         if self.recorder.by_hand():
-            self.recorder.hand_ends()
+            self.recorder.hand_ends(reached_head=True)
 
 
 class ExpertHook:

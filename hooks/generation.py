@@ -136,6 +136,7 @@ def _seam(cls: type, function: Callable[..., Any], seam: Callable[..., Any]) -> 
 
 
 def _generate(recorder: Recorder, function: Any, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    recorder.hand_ends(reached_head=False)
     # A generate inside a generate drafts for it; it may be of this model or of another.
     role = "main" if recorder.current_call() is None else "assistant"
     if kwargs.get("assistant_model") is not None:

@@ -83,7 +83,6 @@ class Call:
     eos: Any = None
     max_length: int | None = None
     criteria: tuple[str, ...] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     has_chosen: bool = False
     step_count: int = 0
@@ -186,6 +185,7 @@ class Recorder:
 
         An assistant drafts for the step to come: the one that has chosen its tokens ends before.
         """
+        self.hand_ends(reached_head=False)
         step = self._thread.step
         if step is not None and step.chose and not step.choosing:
             self.preparing()
@@ -206,7 +206,7 @@ class Recorder:
         call, step = self._thread.call, self._thread.step
         assert call is not None
         if step is not None:
-            step.failed = failed or not step.forwarded
+            step.failed = step.failed or failed or not step.forwarded
             self._close_step()
         call.end_ns = perf_counter_ns()
         self._take_up(outer)
@@ -244,6 +244,7 @@ class Recorder:
 
     def forward_begins(self, arguments: dict[str, Any], model: int = 0) -> tuple[Call | None, Step | None, Any] | None:
         """The forward of a model (0, or the number of an assistant) begins; returns what `forward_ends` needs."""
+        self.hand_ends(reached_head=False)
         thread = self._thread
         outer = None
         if thread.step is not None and thread.step.forwarded:
@@ -312,7 +313,6 @@ class Recorder:
 
     def hand_begins(self, given: torch.Tensor) -> None:
         """The embedding was called by hand with ids of shape [batch, positions]: a step begins."""
-        self.hand_ends()
         self.begin_call("modules")
         self._open_step("main")
         step = self._thread.step
@@ -331,13 +331,17 @@ class Recorder:
         step.prefill = seen == 0 or step.signature.q_len > 1
         step.hand_cache = weakref.ref(cache)
 
-    def hand_ends(self) -> None:
-        """The head was called, or another step begins: the step by hand ends."""
+    def hand_ends(self, reached_head: bool) -> None:
+        """The head was called, or something else begins: the step by hand ends, if there is one.
+
+        One that did not come to the head is no forward of the model, and not counted as one.
+        """
         step = self._thread.step
         if step is None or step.call.kind != "modules":
             return
         self.tape.mark(ends(FORWARD))
         step.forwarded = True
+        step.failed = not reached_head
         cache = step.hand_cache() if step.hand_cache is not None else None
         if cache is not None and step.signature is not None:
             step.kv_after, step.kv_len_after = step.call.cache_watch.after(cache, None)

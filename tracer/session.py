@@ -138,11 +138,14 @@ class Session:
 
     def finish(self, status: str, error: BaseException | None = None) -> None:
         """Write what is left, complete the tables and the manifest."""
-        self.recorder.hand_ends()
+        self.recorder.hand_ends(reached_head=False)
         self.detach()
         self.recorder.flush()
         self._guarded(self._complete)
-        self.facts = self._texts() | self.facts
+        self._guarded(lambda: self._close(status, error))
+
+    def _close(self, status: str, error: BaseException | None) -> None:
+        """Write the last manifest."""
         self.manifest |= {
             "status": status,
             "error": f"{type(error).__name__}: {error}" if error is not None else None,
@@ -153,22 +156,26 @@ class Session:
                 *self.compiled_notes,
                 *self.findings,
                 *(f"some steps could not be counted: {reason}" for reason in self.uncountable),
-                *(str(fault) for fault in self.faults),
             ],
+            **self._texts(),
             **self.facts,
         }
-        self._guarded(lambda: self.writer.manifest(self.manifest))
+        self.writer.manifest(self.manifest)
 
     def _adopt(self, model: Any) -> None:
         """Also see the forwards of a model that drafts for the traced one: as steps, without their stages."""
         if any(attachment.model is model for attachment in (self.attachment, *self._adopted)):
             return
         known = [assistant for assistant, _ in self.assistants]
-        if model not in known:
-            self.assistants.append((model, stages.find(model)))
-            known.append(model)
+        try:
+            if model not in known:
+                self.assistants.append((model, stages.find(model)))
+                known.append(model)
+            generation.watch(model, self.recorder)
+        except LifetraceError as error:  # the program that asks for this assistant goes on without our eyes
+            self.findings.append(f"the assistant is not seen: {error}")
+            return
         attachment = Attachment(model, list(LOOP_SLOTS), self.recorder, number=1 + known.index(model))
-        generation.watch(model, self.recorder)
         attachment.attach()
         self._adopted.append(attachment)
 

@@ -384,6 +384,24 @@ def test_a_fault_of_lifetrace_itself_leaves_the_program_alone(model_r, prompt_12
     assert torch.equal(generated, expected)
 
 
+def test_a_tokenizer_that_fails_leaves_the_program_alone(model_r, prompt_12, tmp_path):
+    class Broken:
+        all_special_ids = ()
+
+        def decode(self, ids):
+            return "?"
+
+        def batch_decode(self, rows, **kwargs):
+            raise RuntimeError("no such token")
+
+    expected = model_r.generate(prompt_12, max_new_tokens=3, do_sample=False)
+    warned = pytest.warns(UserWarning, match="RuntimeError: no such token")
+    with warned, lifetrace.trace(model_r, tokenizer=Broken(), out=tmp_path / "t") as trace:
+        generated = model_r.generate(prompt_12, max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, expected)
+    assert len(trace.steps) == 3
+
+
 def test_classifier_free_guidance_is_a_step_inside_a_step(model_r, prompt_12, tmp_path):
     expected = model_r.generate(prompt_12, max_new_tokens=3, do_sample=False, guidance_scale=1.5)
     with lifetrace.trace(model_r, out=tmp_path / "t") as trace:

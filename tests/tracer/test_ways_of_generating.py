@@ -181,6 +181,39 @@ def test_a_loop_over_the_modules_by_hand(model_r, prompt_12, tmp_path):
     assert steps.flops_dense.tolist() == [3_719_168 + 11 * 32_768] * 2
 
 
+def test_embeddings_made_inside_the_block_are_no_forward(model_r, prompt_12, tmp_path):
+    with lifetrace.trace(model_r, out=tmp_path / "t") as trace, torch.no_grad():
+        embeds = model_r.get_input_embeddings()(prompt_12)
+        model_r.generate(inputs_embeds=embeds, max_new_tokens=3, do_sample=False)
+    assert [call["kind"] for call in trace.meta["calls"]] == ["modules", "generate"]
+    assert trace.steps.role.tolist() == ["main"] * 4
+    assert trace.steps.parent_step.isna().all()
+    assert trace.steps.discarded.tolist() == [True, False, False, False]
+    assert trace.steps.flops.isna().tolist() == [True, False, False, False]
+    assert trace.steps.flops_dense.iloc[1] == 3_719_168
+
+
+def test_a_plain_forward_that_fails_is_discarded(model_r, prompt_12, tmp_path):
+    handle = model_r.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), lifetrace.trace(model_r, out=tmp_path / "t"):
+        model_r(prompt_12)
+    handle.remove()
+    steps = lifetrace.read_trace(tmp_path / "t").steps
+    assert steps.discarded.tolist() == [True]
+    assert steps.kv_bytes.isna().all()
+    assert steps.flops.isna().all()
+
+
+def test_an_assistant_that_cannot_be_traced_still_drafts(model_r, prompt_12, tmp_path):
+    assistant = small_assistant()
+    expected = model_r.generate(prompt_12, max_new_tokens=6, do_sample=False, assistant_model=assistant)
+    with lifetrace.trace(assistant, out=tmp_path / "other"), lifetrace.trace(model_r, out=tmp_path / "t") as trace:
+        traced = model_r.generate(prompt_12, max_new_tokens=6, do_sample=False, assistant_model=assistant)
+    assert torch.equal(expected, traced)
+    assert trace.steps.token_count.sum() == 6
+    assert "being traced already" in trace.meta["notes"][0]
+
+
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_a_compiled_model_keeps_its_tokens_and_says_what_is_hidden(model_r, prompt_12, tmp_path, when):
     expected = model_r.generate(prompt_12, max_new_tokens=4, do_sample=False)
