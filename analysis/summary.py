@@ -1,12 +1,13 @@
 """The summary of a trace: what `show`, the end of `run`, `--json` and notebooks all say."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .breakdown import StageTime, breakdown
 from .latency import Latency, latency
 from .schema import PHASES
 from .trace import Trace
+from .verdicts import Verdicts, judge
 
 UNSTEADY = 1.15  # equal runs that differ by more make their times doubtful
 
@@ -24,6 +25,7 @@ class Summary:
     stop_reason: str | None
     drafted: int | None
     accepted: int | None
+    verdicts: Verdicts
     latency: Latency
     stages: list[StageTime]
     steps: int
@@ -41,7 +43,12 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain dictionaries and lists."""
-        return asdict(self)
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return plain | {
+            "verdicts": self.verdicts.to_json(),
+            "latency": asdict(self.latency),
+            "stages": [asdict(row) for row in self.stages],
+        }
 
 
 def summarize(trace: Trace) -> Summary:
@@ -49,6 +56,7 @@ def summarize(trace: Trace) -> Summary:
     meta = trace.meta
     steps = trace.table("steps")
     last = _last_step(trace)
+    verdicts = judge(trace)
     calls = [call for call in meta.get("calls") or [] if call.get("parent_step") is None]
     return Summary(
         path=str(trace.path),
@@ -60,6 +68,7 @@ def summarize(trace: Trace) -> Summary:
         stop_reason=next((call["stop_reason"] for call in reversed(calls) if call.get("stop_reason")), None),
         drafted=_total(calls, "drafted"),
         accepted=_total(calls, "accepted"),
+        verdicts=verdicts,
         latency=latency(trace),
         stages=breakdown(trace),
         steps=len(steps),
@@ -73,7 +82,7 @@ def summarize(trace: Trace) -> Summary:
         peak_memory_bytes=max((v for v in steps["mem_peak_bytes"].to_pylist() if v is not None), default=None),
         overhead=meta.get("overhead"),
         uncounted=meta.get("uncounted"),
-        notes=[*(meta.get("notes") or []), *_doubts(trace)],
+        notes=[*(meta.get("notes") or []), *verdicts.notes, *_doubts(trace)],
     )
 
 

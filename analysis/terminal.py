@@ -8,11 +8,13 @@ from rich.text import Text
 
 from . import units
 from .breakdown import StageTime
+from .roofline import StageVerdict
 from .schema import PHASES
 from .summary import Summary
+from .verdict_view import bound_cell, lead_rows
 
 BAR_WIDTH = 12
-WIDE = 90  # columns from which there is room for bars
+WIDE, WIDER = 90, 124  # columns from which there is room for shares beside the bounds, and for bars
 
 
 def printable(text: str) -> str:
@@ -130,16 +132,24 @@ def print_summary(summary: Summary, console: Console) -> None:
         console.print(Panel(Text(printable(text)), title="generated", title_align="left", box=box.ROUNDED))
     if summary.status != "complete":
         console.print(Text(f"This run is {summary.status}; what follows is what was recorded.", style="bold yellow"))
-    facts = Table.grid(padding=(0, 2))
-    for name, value in summary_rows(summary):
-        facts.add_row(Text(name, style="bold"), Text(printable(value)))
-    console.print(facts)
+    console.print(_grid(lead_rows(summary.verdicts)))
+    console.print()
+    console.print(_grid(summary_rows(summary)))
     if summary.stages:
         console.print()
         console.print(_stage_title(summary))
-        console.print(_stage_table(summary, bars=console.width >= WIDE))
+        console.print(_stage_table(summary, console.width))
     for note in summary.notes:
         console.print(Text(f"note: {printable(note)}", style="yellow"))
+
+
+def _grid(rows: list[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column()
+    for name, value in rows:
+        grid.add_row(Text(name), Text(printable(value)))
+    return grid
 
 
 def _stage_title(summary: Summary) -> str:
@@ -149,36 +159,44 @@ def _stage_title(summary: Summary) -> str:
     return title
 
 
-def _stage_table(summary: Summary, bars: bool) -> Table:
-    """Prefill beside decode, each of one call; parts indented below their stage; the whole last."""
+def _stage_table(summary: Summary, width: int) -> Table:
+    """Prefill beside decode, each of one call; parts indented below their stage; the whole last.
+
+    Beside each time stands what bounds it, with roof ÷ measured.
+    """
     stages = summary.stages
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("stage", no_wrap=True)
     for phase in PHASES:
         steps = summary.steps_per_call.get(phase, 0)
         table.add_column(f"{phase}, {steps:g} step{'s' * (steps != 1)}", justify="right")
-        table.add_column("share", justify="right")
-        if bars:
+        if width >= WIDE:
+            table.add_column("share", justify="right")
+        table.add_column("bound, of roof", no_wrap=True)
+        if width >= WIDER:
             table.add_column("", justify="left", no_wrap=True)
     for stage, part in _order(stages):
         cells: list[Text] = [Text(f"  {part}" if part else stage, style="dim" if part else "")]
         for phase in PHASES:
             row = next((s for s in stages if (s.phase, s.stage, s.part) == (phase, stage, part)), None)
-            cells += _cells(row)[: 3 if bars else 2]
+            cells += _cells(row, summary.verdicts.stage(phase, stage, part), width)
         table.add_row(*cells)
     total = [sum(s.time_ns for s in stages if s.phase == phase and s.part is None) for phase in PHASES]
     table.add_section()
-    blanks = [""] * (2 if bars else 1)
+    blanks = [""] * (1 + (width >= WIDE) + (width >= WIDER))
     table.add_row("all", *(cell for ns in total for cell in (units.time(ns) if ns else units.NONE, *blanks)))
     return table
 
 
-def _cells(row: StageTime | None) -> list[Text]:
-    if row is None:
-        return [Text(units.NONE), Text(""), Text("")]
-    style = "dim" if row.part else ""
-    bar = "█" * round(row.share * BAR_WIDTH) if row.part is None else ""
-    return [Text(units.time(row.time_ns), style), Text(units.share(row.share), style), Text(bar, "cyan")]
+def _cells(row: StageTime | None, judged: StageVerdict | None, width: int) -> list[Text]:
+    style = "dim" if row is not None and row.part else ""
+    cells = [Text(units.time(row.time_ns) if row is not None else units.NONE, style)]
+    if width >= WIDE:
+        cells.append(Text(units.share(row.share) if row is not None else "", style))
+    cells.append(Text(bound_cell(judged) if row is not None else "", style))
+    if width >= WIDER:
+        cells.append(Text("█" * round(row.share * BAR_WIDTH) if row is not None and not row.part else "", "cyan"))
+    return cells
 
 
 def _order(stages: list[StageTime]) -> list[tuple[str, str | None]]:

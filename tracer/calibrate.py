@@ -577,7 +577,10 @@ def device_key(device: torch.device) -> DeviceKey:
 
 
 def cache_folder() -> Path:
-    """Where calibrations lie: `$XDG_CACHE_HOME/lifetrace`, by default `~/.cache/lifetrace`."""
+    """Where calibrations lie: `$LIFETRACE_CACHE`, else `$XDG_CACHE_HOME/lifetrace`, by default `~/.cache/lifetrace`."""
+    own = os.environ.get("LIFETRACE_CACHE")
+    if own:
+        return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or ""
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "lifetrace"
 

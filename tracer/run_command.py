@@ -16,7 +16,7 @@ import torch
 from lifetrace.errors import LifetraceError, RunError, UsageError
 from lifetrace.hooks.memory import peak_reader
 
-from . import calibrate, logprobs, workload
+from . import logprobs, workload
 from .session import Options, Session, jsonable, new_folder, status_of
 from .workload import Loaded, ModelSource, Prompts, first_line
 from .writer import prepare_folder, remove_trace
@@ -69,9 +69,6 @@ def run(settings: RunSettings, progress: Progress) -> Path:
         session = Session(loaded.model, path, settings.options, loaded.tokenizer, _facts(settings, loaded))
         if loaded.tokenizer is None:
             session.findings.append("this model has no tokenizer: each byte of the prompt was taken as a token")
-        found, note = calibrate.load(calibrate.device_key(loaded.device))
-        session.facts["ceilings"] = found.to_json() if found is not None else None
-        session.findings += [note] if note else []
     _trace(settings, loaded, session, progress)
     return path
 
@@ -132,7 +129,7 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
             raise UsageError(f"generate() refused these settings: {first_line(error)}.") from error
         raise _run_error(error, session) from error
     progress("counting and writing")
-    session.finish("complete")
+    session.finish("complete", progress=progress)
     if session.faults:
         raise session.faults[0]
 

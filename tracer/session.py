@@ -23,7 +23,7 @@ from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
 from lifetrace.hooks.recorder import FIRST_MODULE_SLOT, Call, Recorder, Step
 from lifetrace.hooks.replay import Replayer, ReplayError
 
-from . import environment
+from . import calibrate, environment
 from .counts import Completion, WorkLog, set_column
 from .logprobs import Sequence, TokenKey
 from .stage_memory import StageMemory
@@ -136,13 +136,25 @@ class Session:
             generation.unwatch(attachment.model)
         self._adopted = []
 
-    def finish(self, status: str, error: BaseException | None = None) -> None:
+    def finish(
+        self, status: str, error: BaseException | None = None, progress: calibrate.Progress = lambda text: None
+    ) -> None:
         """Write what is left, complete the tables and the manifest."""
         self.recorder.hand_ends(reached_head=False)
         self.detach()
         self.recorder.flush()
         self._guarded(self._complete)
+        self._guarded(lambda: self._find_ceilings(status == "complete", progress))
         self._guarded(lambda: self._close(status, error))
+
+    def _find_ceilings(self, may_measure: bool, progress: calibrate.Progress) -> None:
+        """Note the device's ceilings, so that a stored trace keeps its verdict; a run that failed measures none."""
+        if may_measure:
+            self.facts["ceilings"], notes = calibrate.ceilings_for(self.device, progress)
+        else:
+            found, note = calibrate.load(calibrate.device_key(self.device))
+            self.facts["ceilings"], notes = found.to_json() if found else None, [note] if note else []
+        self.findings += notes
 
     def _close(self, status: str, error: BaseException | None) -> None:
         """Write the last manifest."""

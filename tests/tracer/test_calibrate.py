@@ -38,7 +38,7 @@ class FakeTimer:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty cache directory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LIFETRACE_CACHE", str(tmp_path / "cache" / "lifetrace"))
     return tmp_path / "cache" / "lifetrace"
 
 
@@ -220,6 +220,7 @@ class TestStore:
 
     def test_the_folder_is_the_users_cache(self, monkeypatch, tmp_path):
         monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("LIFETRACE_CACHE")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         assert measuring.cache_folder() == tmp_path / ".cache" / "lifetrace"
         monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
