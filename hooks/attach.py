@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from .recorder import FIRST_MODULE_SLOT, Recorder, begins, ends
 from .stages import Lifecycle, Place
 
 DETAILS = ("layer", "block", "module")
+# Where torch keeps the hooks of a module's forward.
+HOOK_DICTS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -236,6 +242,19 @@ def on_calls(model: nn.Module, enter: Callable[..., None], leave: Callable[..., 
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Set aside every hook on the model's modules: a forward of our own is not what they were put there to see."""
+    kept = [(module, {name: vars(module)[name] for name in HOOK_DICTS}) for module in model.modules()]
+    for module, _ in kept:
+        vars(module).update({name: OrderedDict() for name in HOOK_DICTS})
+    try:
+        yield
+    finally:
+        for module, hooks in kept:
+            vars(module).update(hooks)
 
 
 class Attachment:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -50,7 +50,8 @@ class Product:
 class CallCount:
     """The work of one module call, what it calls included; `own` products exclude that.
 
-    Shapes are of the first tensor given and returned. `unknown` names operators without formula.
+    Shapes are of the first tensor given and returned. `unknown` names operators without formula;
+    `operators` is how many the call launched itself, where that was counted.
     """
 
     module: str
@@ -64,6 +65,11 @@ class CallCount:
     own: list[Product] = field(default_factory=list)
     inner: list["CallCount"] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
+    operators: int = 0
+
+    def operators_inside(self) -> int:
+        """Operators launched by this call and all calls inside it."""
+        return sum(call.operators for call in self.walk())
 
     def products(self) -> Iterable[Product]:
         """All products of the call, those of inner calls included."""
@@ -317,10 +323,16 @@ class ForwardCount:
         return sum(product.flops_dense for product in self.root.products())
 
 
-class CallTree:
-    """Builds the tree of module calls while a forward runs under a `CountingMode`."""
+class Booking(Protocol):
+    """What books operators to the innermost of the calls that are open."""
 
-    def __init__(self, names: dict[nn.Module, str], mode: CountingMode) -> None:
+    stack: list[CallCount]
+
+
+class CallTree:
+    """Builds the tree of module calls while a forward runs under a mode that books to them."""
+
+    def __init__(self, names: dict[nn.Module, str], mode: Booking) -> None:
         self.names = names
         self.mode = mode
         self.seen: Counter[str] = Counter()

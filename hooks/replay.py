@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
-from .attach import device_of, on_calls
+from .attach import HOOK_DICTS, compiled_regions, device_of, on_calls, without_hooks
 from .counting import CallCount, CallTree, CountingMode, ForwardCount, causal_pairs, storage_id
 from .kvcache import CACHE_ARGUMENTS, LayerKV, find_cache, positions, read
+from .operators import OperatorMode
 from .recorder import Signature
 
 EAGER, BATCHED = "eager", "batched_mm"
@@ -62,15 +63,36 @@ class Replayer:
     def _real(self) -> "Runner":
         return Runner(self.model)
 
+    def operators(self, signature: Signature, kv_len_before: int) -> CallCount:
+        """Run the forward of a signature on the model itself, and count the operators of each module call.
+
+        Raises:
+            ReplayError: when the model cannot run it, or runs compiled code, whose kernels are no operators.
+        """
+        if compiled_regions(self.model):
+            raise ReplayError("compiled code launches kernels of its own, not operators")
+        self._spend(1)
+        reason = ""
+        for masked in (signature.masked, not signature.masked):
+            try:
+                with without_hooks(self.model):
+                    return self._real.operators(signature, kv_len_before, masked)
+            except Exception as error:  # noqa: BLE001 - any model code may run here; the reason is reported
+                reason = _reason(error)
+        raise ReplayError(reason)
+
+    def _spend(self, runs: int) -> None:
+        if self.real_runs >= MAX_REAL_RUNS:
+            raise ReplayError(f"counting would run the model itself more than {MAX_REAL_RUNS} times")
+        self.real_runs += runs
+
     def _count_on_meta(self, signature: Signature, kv_len_before: int, masked: bool) -> ForwardCount:
         return self._meta.count(signature, kv_len_before, masked)
 
     def _count_really(self, signature: Signature, kv_len_before: int, masked: bool) -> ForwardCount:
         """Run the model itself, with two sets of tokens: code that looks into values may count differently."""
-        if self.real_runs >= MAX_REAL_RUNS:
-            raise ReplayError(f"counting would run the model itself more than {MAX_REAL_RUNS} times")
-        self.real_runs += 2
-        with eager_attention(self.model):
+        self._spend(2)
+        with without_hooks(self.model), eager_attention(self.model):
             count, other = (self._real.count(signature, kv_len_before, masked, spread) for spread in (False, True))
         if count.flops_dense() != other.flops_dense():
             raise ReplayError("how much is computed depends on the tokens themselves")
@@ -113,6 +135,25 @@ class Runner:
             spread: give different tokens instead of one and the same.
         """
         self.spread = spread
+        root = CallCount("", 0)
+
+        def visible_pairs(stack: list[CallCount], q_len: int, keys: int) -> int:
+            return self._visible_pairs(stack, q_len, keys, kv_len_before, signature.q_len)
+
+        mode = CountingMode(root, self.weights, visible_pairs, self.weightless)
+        self._run(signature, kv_len_before, masked, mode)
+        return ForwardCount(root)
+
+    @torch.no_grad()
+    def operators(self, signature: Signature, kv_len_before: int, masked: bool) -> CallCount:
+        """Count the operators of one forward; its other counts are left out."""
+        self.spread = True
+        root = CallCount("", 0)
+        self._run(signature, kv_len_before, masked, OperatorMode(root))
+        return root
+
+    def _run(self, signature: Signature, kv_len_before: int, masked: bool, mode: CountingMode | OperatorMode) -> None:
+        """Run one forward under a mode that books its operators; random numbers are left as they were."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             cache = self._cache(signature, kv_len_before, masked)
@@ -120,7 +161,9 @@ class Runner:
             inputs |= {name: self._zeros(shape, dtype) for name, shape, dtype in signature.extras}
             if masked:
                 inputs["attention_mask"] = self._mask(signature, kv_len_before + signature.q_len)
-            return self._forward(inputs, signature, cache, kv_len_before)
+            tree = CallTree(self.names, mode)
+            with on_calls(self.model, tree.enter, tree.leave), mode:
+                self._call(inputs, cache, signature.use_cache)
 
     def _mask(self, signature: Signature, length: int) -> torch.Tensor:
         return torch.ones(signature.batch, length, dtype=torch.long, device=self.device)
@@ -178,18 +221,6 @@ class Runner:
             inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
         return self.model(**inputs, use_cache=use_cache, return_dict=True)
 
-    def _forward(self, inputs: dict[str, Any], signature: Signature, cache: Any, before: int) -> ForwardCount:
-        root = CallCount("", 0)
-
-        def visible_pairs(stack: list[CallCount], q_len: int, keys: int) -> int:
-            return self._visible_pairs(stack, q_len, keys, before, signature.q_len)
-
-        mode = CountingMode(root, self.weights, visible_pairs, self.weightless)
-        tree = CallTree(self.names, mode)
-        with on_calls(self.model, tree.enter, tree.leave), mode:
-            self._call(inputs, cache, signature.use_cache)
-        return ForwardCount(root)
-
     def _visible_pairs(self, stack: list[CallCount], q_len: int, keys: int, before: int, step_q_len: int) -> int:
         """Pairs let through in the attention that is running; all of them where it is not causal self-attention."""
         module = self.modules[stack[-1].module]
@@ -240,10 +271,8 @@ def meta_copy(model: nn.Module) -> Any:
                 memo[id(value)] = _meta(value)
     clone = copy.deepcopy(model, memo)
     for module in clone.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._forward_hooks_with_kwargs):
-            hooks.clear()
-        module._forward_pre_hooks_with_kwargs.clear()
-        module._forward_hooks_always_called.clear()
+        for name in HOOK_DICTS:
+            vars(module)[name].clear()
         vars(module).pop("forward", None)
         vars(module).pop("_hf_hook", None)
     clone.eval()

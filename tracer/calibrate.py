@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lifetrace.analysis.ceilings import (
     MEASURED,
@@ -36,6 +35,7 @@ from lifetrace.analysis.ceilings import (
     RowPoint,
     faster,
 )
+from lifetrace.hooks.operators import count_operators
 
 from . import environment
 
@@ -452,18 +452,6 @@ class TinyLayer(nn.Module):
         return x * angles + turned * angles
 
 
-class _OperatorCount(TorchDispatchMode):
-    """Counts operators; views are left out, also the one that a linear layer makes of its product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += not func.is_view and func is not torch.ops.aten._unsafe_view.default
-        return func(*args, **(kwargs or {}))
-
-
 def launch_ns(device: torch.device, timer: Timer, plan: Plan) -> Figure:
     """What one operator costs when its data is tiny: the time of a tiny decoder layer ÷ its operators.
 
@@ -472,11 +460,10 @@ def launch_ns(device: torch.device, timer: Timer, plan: Plan) -> Figure:
     """
     layer = TinyLayer().to(device)
     x, past, angles = (random_values(device, torch.float32, *shape) for shape in ((1, 1, 64), (1, 4, 8, 16), (16,)))
-    with _OperatorCount() as count:
-        layer(x, past, angles)
-    calls = max(1, plan.launch_operators // count.number)
+    operators = count_operators(lambda: layer(x, past, angles))
+    calls = max(1, plan.launch_operators // operators)
     times = rounds_ns(lambda: [layer(x, past, angles) for _ in range(calls)], timer, plan)
-    return figure([time_ns / (calls * count.number) for time_ns in times])
+    return figure([time_ns / (calls * operators) for time_ns in times])
 
 
 def host_to_device_figure(device: torch.device, timer: Timer, plan: Plan) -> Figure | None:

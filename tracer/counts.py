@@ -306,6 +306,22 @@ def _equal(a: WorkTable, b: WorkTable) -> bool:
     return a.keys == b.keys and same_numbers and a.shapes == b.shapes
 
 
+@dataclass(frozen=True)
+class OperatorTable:
+    """Operators that a forward launches: all of them, and those inside each call, keyed as in a `WorkTable`."""
+
+    total: int
+    inside: dict[tuple[str, int], int]
+
+    @classmethod
+    def of(cls, root: CallCount) -> "OperatorTable":
+        """Lay out the call tree of a forward."""
+        calls = [call for call in root.walk() if call is not root]
+        inside = {(call.module, call.call_index): call.operators_inside() for call in calls}
+        own = {(call.module + CORE, call.call_index): call.operators for call in calls}
+        return cls(root.operators_inside(), inside | own)
+
+
 class Completion:
     """Fills the columns of steps and spans that were null while the run went."""
 
@@ -313,6 +329,7 @@ class Completion:
         self.log = log
         self.expert_bytes = expert_bytes
         self.of_step: dict[int, WorkTable] = {}
+        self.operators_of_step: dict[int, OperatorTable] = {}
         self.failures = log.uncountable
         self.time_ns: Counter[str | None] = Counter()
         self.products: list[dict[str, Any]] = []
@@ -333,6 +350,24 @@ class Completion:
             for length, table in interpolation.counted.items():
                 steps = [s for s, at in zip(family.steps, family.lengths, strict=True) if at == length]
                 self.products += [{"signature": number, "steps": steps, **row} for row in table.products if steps]
+
+    def count_operators(self, replayer: Replayer, model: int = 0) -> set[str]:
+        """Count the operators of every family of a model, once each; return why some could not be.
+
+        They do not depend on how many positions the cache holds, as long as it holds some.
+        """
+        reasons = set()
+        for family in self.log.families.values():
+            if family.model != model:
+                continue
+            length = min((length for length in family.lengths if length), default=0)
+            try:
+                table = OperatorTable.of(replayer.operators(family.signature, length))
+            except ReplayError as error:
+                reasons.add(str(error))
+                continue
+            self.operators_of_step |= dict.fromkeys(family.steps, table)
+        return reasons
 
     def recomputed(self, replayer: Replayer, lifecycle: Lifecycle) -> tuple[int, int] | None:
         """FLOPs of the decode steps that ran without a KV cache, and what they would be with one.
@@ -383,6 +418,9 @@ class Completion:
                     for value, table, step in zip(values, work, indices, strict=True)
                 ]
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))
+        launched = [self.operators_of_step.get(step) for step in indices]
+        counts = [table.total if table is not None else None for table in launched]
+        rows = set_column(rows, "op_count", pa.array(counts, type=pa.int64()))
         traffic = [self.log.traffic(step) for step in indices]
         for position, name in enumerate(TRAFFIC):
             values = [_total(layers, position) for layers in traffic]
@@ -403,14 +441,15 @@ class Completion:
         self._add_times(rows)
         codes, keys = _call_codes(rows)
         steps = rows["step"].to_numpy(zero_copy_only=False)
-        filler = _SpanFiller(len(rows))
+        filler = _SpanFiller(len(rows), keys)
         boundaries = np.flatnonzero(steps[1:] != steps[:-1]) + 1 if len(steps) else np.array([], dtype=np.int64)
         for block in np.split(np.arange(len(rows)), boundaries):
             # A part without tokenize or detokenize holds whole numbers, one with them NaN for no step.
             step = int(steps[block[0]]) if len(block) and steps[block[0]] == steps[block[0]] else None
-            table = self.of_step.get(step) if step is not None else None
-            if table is not None and step is not None:
-                filler.fill(block, codes[block], keys, table, partial(self._with_experts, step=step))
+            if step is not None and (table := self.of_step.get(step)) is not None:
+                filler.fill(block, codes[block], table, partial(self._with_experts, step=step))
+            if step is not None and (launched := self.operators_of_step.get(step)) is not None:
+                filler.fill_operators(block, codes[block], launched)
         return self._kv_columns(self._free_rows(filler.set_columns(rows)))
 
     def _add_times(self, rows: pa.Table) -> None:
@@ -466,40 +505,70 @@ class Completion:
 
 
 class _SpanFiller:
-    """Collects the completed columns of one part."""
+    """Collects the completed columns of one part, whose spans are of the calls `keys`."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, keys: Sequence[tuple[str, int] | None]) -> None:
+        self.keys = keys
         self.numbers = np.full((length, len(NUMBERS)), UNKNOWN, dtype=np.int64)
-        self.shapes: list[tuple[Any, Any, Any]] = [(None, None, None)] * length
+        self.operators = np.full(length, UNKNOWN, dtype=np.int64)
+        self.shapes = np.zeros(length, dtype=np.int64)
+        self._shape_numbers: dict[tuple[Any, Any, Any], int] = {(None, None, None): 0}
+        self._rows_of: dict[int, npt.NDArray[np.int64]] = {}
+        self._shapes_of: dict[int, npt.NDArray[np.int64]] = {}
+        self._counts_of: dict[int, npt.NDArray[np.int64]] = {}
 
     def fill(
         self,
         block: npt.NDArray[np.int64],
         codes: npt.NDArray[np.int64],
-        keys: Sequence[tuple[str, int] | None],
         table: WorkTable,
         with_experts: Callable[[int, Iterable[tuple[str, int]]], int | None],
     ) -> None:
         """Fill the rows of one step from its work."""
-        row_of = {key: number for number, key in enumerate(table.keys)}
-        for position, code in zip(block.tolist(), codes.tolist(), strict=True):
-            key = keys[code]
-            number = row_of.get(key) if key is not None else None
-            if number is not None:
-                self.numbers[position] = table.numbers[number]
-                if table.choosers[number]:
-                    weights = with_experts(int(table.numbers[number, WEIGHTS]), table.choosers[number])
+        if id(table) not in self._rows_of:
+            self._rows_of[id(table)] = self._rows(table)
+            self._shapes_of[id(table)] = self._shapes(table)
+        rows = self._rows_of[id(table)][codes]
+        known = rows >= 0
+        block, rows = block[known], rows[known]
+        self.numbers[block] = table.numbers[rows]
+        self.shapes[block] = self._shapes_of[id(table)][rows]
+        if table.step_choosers:
+            for position, row in zip(block.tolist(), rows.tolist(), strict=True):
+                if table.choosers[row]:
+                    weights = with_experts(int(table.numbers[row, WEIGHTS]), table.choosers[row])
                     self.numbers[position, WEIGHTS] = UNKNOWN if weights is None else weights
-                self.shapes[position] = table.shapes[number]
+
+    def fill_operators(
+        self, block: npt.NDArray[np.int64], codes: npt.NDArray[np.int64], launched: OperatorTable
+    ) -> None:
+        """Fill in how many operators the rows of one step launched."""
+        if id(launched) not in self._counts_of:
+            counts = [UNKNOWN if key is None else launched.inside.get(key, UNKNOWN) for key in self.keys]
+            self._counts_of[id(launched)] = np.array(counts, dtype=np.int64)
+        self.operators[block] = self._counts_of[id(launched)][codes]
+
+    def _rows(self, table: WorkTable) -> npt.NDArray[np.int64]:
+        """Where in the table each call stands, -1 where it does not."""
+        row_of = {key: number for number, key in enumerate(table.keys)}
+        return np.array([-1 if key is None else row_of.get(key, -1) for key in self.keys], dtype=np.int64)
+
+    def _shapes(self, table: WorkTable) -> npt.NDArray[np.int64]:
+        """The numbers of the table's shapes among all distinct ones of the part."""
+        numbers = self._shape_numbers
+        return np.array([numbers.setdefault(shape, len(numbers)) for shape in table.shapes], dtype=np.int64)
 
     def set_columns(self, rows: pa.Table) -> pa.Table:
+        """Put the columns into the part."""
         for position, name in enumerate(NUMBERS):
             values = self.numbers[:, position]
             rows = set_column(rows, name, pa.array(values, mask=values == UNKNOWN))
+        rows = set_column(rows, "op_count", pa.array(self.operators, mask=self.operators == UNKNOWN))
+        distinct = list(self._shape_numbers)
         for position, name in enumerate(("input_shape", "output_shape", "dtype")):
             column = schema.SPANS.schema.field(name)
             plain = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-            array = pa.array([shape[position] for shape in self.shapes], type=plain)
+            array = pa.array([shape[position] for shape in distinct], type=plain).take(pa.array(self.shapes))
             rows = set_column(rows, name, array.dictionary_encode() if plain is not column.type else array)
         return rows
 

@@ -143,7 +143,7 @@ class Session:
         self.recorder.hand_ends(reached_head=False)
         self.detach()
         self.recorder.flush()
-        self._guarded(self._complete)
+        self._guarded(lambda: self._complete(status))
         self._guarded(lambda: self._find_ceilings(status == "complete", progress))
         self._guarded(lambda: self._close(status, error))
 
@@ -257,7 +257,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here is ours, and the program is not
             self.faults.append(RunError(f"lifetrace failed while recording: {type(error).__name__}: {error}"))
 
-    def _complete(self) -> None:
+    def _complete(self, status: str) -> None:
         self.writer.part("spans", self._loose())
         tokens: dict[int, StepTokens] = {}
         for call in self.recorder.calls:
@@ -266,7 +266,7 @@ class Session:
                 row |= self.token_details.get((row["call"], row["sequence"], row["position"]), {})
             self.writer.part("tokens", table_of(schema.TOKENS, rows))
             tokens |= by_step
-        work = self._count()
+        work = self._count(status == "complete")
         self.writer.complete("steps", lambda rows: _with_token_counts(work.steps(rows), tokens))
         self.writer.complete("spans", lambda rows: self.stage_memory.fill(work.spans(rows), self._ordinals))
         self.uncounted = work.uncounted()
@@ -275,8 +275,11 @@ class Session:
         self.writer.table("modules", self._modules())
         self.writer.table("products", table_of(schema.PRODUCTS, work.products))
 
-    def _count(self) -> Completion:
-        """Count the work of all steps; what cannot be replayed stays null, and the notes say why."""
+    def _count(self, run_model: bool) -> Completion:
+        """Count the work of all steps; what cannot be replayed stays null, and the notes say why.
+
+        Operators are counted where the model itself may run once more: not after a failed run.
+        """
         completion = Completion(self.work, inventory.expert_bytes(self.model))
         for number, (model, lifecycle) in enumerate([(self.model, self.lifecycle), *self.assistants]):
             try:
@@ -284,6 +287,9 @@ class Session:
                 completion.replay(replayer, lifecycle, number)
                 if number == 0:
                     self._note_recomputing(completion.recomputed(replayer, lifecycle))
+                if run_model:
+                    reasons = completion.count_operators(replayer, number)
+                    self.findings += [f"operators of some steps could not be counted: {why}" for why in sorted(reasons)]
             except ReplayError as error:
                 completion.failures.add(str(error))
         self.uncountable = sorted(completion.failures)

@@ -74,6 +74,45 @@ def test_kv_cache(trace_r):
     assert trace_r.kv.groupby("step").logical_bytes.sum().tolist() == trace_r.steps.kv_bytes.tolist()
 
 
+NORM, ROTARY, CACHE, ACT = 6, 2 * 5, 2, 2  # pow, mean, add, rsqrt, two products; neg, cat, products, sum; cat
+ATTENTION_OPS = 4 + ROTARY + CACHE + 1
+MLP_OPS = 3 + ACT
+LAYER_OPS = 2 * NORM + ATTENTION_OPS + MLP_OPS + 2  # two residual adds
+
+
+def test_operators(trace_r):
+    around = 1 + 7 + NORM + 1 + 2  # embedding; rotary table; final norm; head; the position of the step
+    assert trace_r.steps.op_count.tolist() == [LAYERS * LAYER_OPS + around] * 6 == [161] * 6
+    spans = trace_r.spans[trace_r.spans.step == 3]
+    layers = spans[spans.stage == "layer"]
+    assert set(layers[layers.part.isna()].op_count) == {LAYER_OPS} == {36}
+    assert set(layers[layers.part == "norm"].op_count) == {NORM}
+    assert set(layers[layers.part == "attention"].op_count) == {ATTENTION_OPS}
+    assert set(layers[layers.part == "attention_core"].op_count) == {ROTARY + CACHE + 1}
+    assert set(layers[layers.part == "mlp"].op_count) == {MLP_OPS}
+    assert spans[spans.stage == "sample"].op_count.isna().all()  # counted in the forward alone
+
+
+def test_counting_operators_calls_no_hook_but_ours(model_r, prompt_12, tmp_path):
+    seen = []
+    model_r.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    with lifetrace.trace(model_r, out=tmp_path / "hooked") as trace:
+        model_r.generate(prompt_12, max_new_tokens=3)
+    assert trace.steps.op_count.notna().all()
+    assert len(seen) == 3
+    model_r.generate(prompt_12, max_new_tokens=2)
+    assert len(seen) == 5
+
+
+def test_eager_attention_launches_more(prompt_12, tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(**R_SIZES, attn_implementation="eager")).eval()
+    with lifetrace.trace(model, out=tmp_path / "eager") as trace:
+        model.generate(prompt_12, max_new_tokens=2)
+    attention = trace.spans[(trace.spans.part == "attention") & (trace.spans.phase == "decode")]
+    # keys and values copied for each query head: 2; scores, scaling, softmax, weighted sum, order of heads: 5
+    assert set(attention.op_count) == {4 + ROTARY + CACHE + 2 + 5}
+
+
 def test_flops(trace_r):
     dense = [forward_flops(12, 12 * 12)] + [forward_flops(1, kv) for kv in range(13, 18)]
     assert dense[0] == 3_719_168
