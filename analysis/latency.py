@@ -6,13 +6,31 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import pyarrow.compute as pc
+
 from .trace import Trace
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Where the time to the first token went, in ns, for the call whose TTFT is the (lower) median; adds up to it.
+
+    `tokenize_ns` lies before the first step (only `lifetrace run` sees it); `prepare_ns`,
+    `prefill_ns` (inside the model) and `sample_ns` are of the prefill steps; `other_ns` is what is left.
+    """
+
+    tokenize_ns: int
+    prepare_ns: int
+    prefill_ns: int
+    sample_ns: int
+    other_ns: int
 
 
 @dataclass(frozen=True)
 class Latency:
     """Times in ns; medians over the calls of the trace, percentiles over all gaps between tokens.
 
+    Calls whose prefill was cold, and the gaps that a cold step ended, are left out where others remain.
     `ttft_ns`: first token − request start. `tpot_ns`: (last − first) ÷ (N − 1), null for N = 1.
     `decode_tokens_per_s`: all sequences' tokens after their first ÷ (last − first).
     `prefill_tokens_per_s`: prompt tokens (padding left out) ÷ wall time of the prefill steps.
@@ -23,6 +41,7 @@ class Latency:
     new_tokens: int | None
     sequences: int | None
     ttft_ns: float | None
+    first_token: FirstToken | None
     tpot_ns: float | None
     itl_p50_ns: float | None
     itl_p90_ns: float | None
@@ -35,14 +54,18 @@ class Latency:
 def latency(trace: Trace) -> Latency:
     """Compute the latency of a trace over its calls of `generate` that gave tokens."""
     calls = [call for call in trace.meta.get("calls") or [] if _gave_tokens(call)]
-    gaps = sorted(_gaps(trace, {call["call"] for call in calls}))
-    prefill_ns = _prefill_ns(trace)
+    steps = _top_steps(trace)
+    gaps = sorted(_gaps(trace, {call["call"] for call in calls}, {row["step"] for row in steps if row["warmup"]}))
+    cold = {row["call"] for row in steps if row["warmup"] and row["phase"] == "prefill"}
+    warm = [call for call in calls if call["call"] not in cold] or calls
+    prefill_ns = _prefill_ns(steps)
     return Latency(
         calls=len(calls),
         prompt_tokens=sum(calls[0]["prompt_tokens"]) if calls else None,
         new_tokens=sum(calls[0]["new_tokens"]) if calls else None,
         sequences=calls[0]["sequences"] if calls else None,
-        ttft_ns=_median([call["first_token_ns"] - call["request_start_ns"] for call in calls]),
+        ttft_ns=_median([ttft_ns(call) for call in warm]),
+        first_token=_first_token(trace, warm, steps),
         tpot_ns=_median([value for call in calls if (value := tpot_ns(call)) is not None]),
         itl_p50_ns=percentile(gaps, 0.50),
         itl_p90_ns=percentile(gaps, 0.90),
@@ -51,12 +74,17 @@ def latency(trace: Trace) -> Latency:
         prefill_tokens_per_s=_median(
             [
                 sum(call["prompt_tokens"]) / prefill_ns[call["call"]] * 1e9
-                for call in calls
+                for call in warm
                 if prefill_ns.get(call["call"])
             ]
         ),
         decode_tokens_per_s=_median([value for call in calls if (value := _decode_rate(call)) is not None]),
     )
+
+
+def ttft_ns(call: dict[str, Any]) -> int:
+    """Time to the first token, from the start of the request."""
+    return int(call["first_token_ns"] - call["request_start_ns"])
 
 
 def tpot_ns(call: dict[str, Any]) -> float | None:
@@ -88,27 +116,58 @@ def _decode_rate(call: dict[str, Any]) -> float | None:
     return after_first / elapsed * 1e9 if elapsed > 0 else None
 
 
-def _gaps(trace: Trace, calls: set[int]) -> list[int]:
-    """Times between consecutive tokens of the longest sequence of each call."""
-    arrivals: dict[tuple[int, int], list[int]] = {}
-    tokens = trace.table("tokens").select(["call", "sequence", "kept", "arrival_ns"])
-    for call, sequence, kept, arrival in zip(*(column.to_pylist() for column in tokens.columns), strict=True):
+def _first_token(trace: Trace, calls: list[dict[str, Any]], steps: list[dict[str, Any]]) -> FirstToken | None:
+    """The split of the call of median TTFT; null without calls, or where a time of its steps is missing."""
+    if not calls:
+        return None
+    call = sorted(calls, key=ttft_ns)[(len(calls) - 1) // 2]
+    names = ("prepare_ns", "forward_ns", "sample_ns")
+    prefill = [row for row in steps if row["call"] == call["call"] and row["phase"] == "prefill"]
+    if not prefill or any(row[name] is None for row in prefill for name in names):
+        return None
+    prepare, forward, sample = (sum(row[name] for row in prefill) for name in names)
+    tokenize = _tokenize_ns(trace, call["request_start_ns"], call["first_token_ns"])
+    rest = ttft_ns(call) - tokenize - prepare - forward - sample
+    return FirstToken(tokenize, prepare, forward, sample, rest)
+
+
+def _tokenize_ns(trace: Trace, start_ns: int, end_ns: int) -> int:
+    """Time of the tokenize spans that began within a request, before its first token."""
+    spans = trace.table("spans").select(["stage", "start_ns", "host_ns"])
+    rows = spans.filter(pc.equal(spans["stage"].cast("string"), "tokenize")).to_pylist()
+    return sum(row["host_ns"] for row in rows if start_ns <= row["start_ns"] < end_ns)
+
+
+def _gaps(trace: Trace, calls: set[int], cold: set[int]) -> list[int]:
+    """Times between consecutive tokens of the longest sequence of each call, those that cold steps ended left out."""
+    arrivals: dict[tuple[int, int], list[tuple[int, bool]]] = {}
+    tokens = trace.table("tokens").select(["call", "sequence", "kept", "step", "arrival_ns"])
+    for call, sequence, kept, step, arrival in zip(*(column.to_pylist() for column in tokens.columns), strict=True):
         if call in calls and kept and arrival is not None:
-            arrivals.setdefault((call, sequence), []).append(arrival)
-    longest: dict[int, list[int]] = {}
+            arrivals.setdefault((call, sequence), []).append((arrival, step in cold))
+    longest: dict[int, list[tuple[int, bool]]] = {}
     for (call, _), times in arrivals.items():
         if len(times) > len(longest.get(call, ())):
             longest[call] = times
-    return [later - earlier for times in longest.values() for earlier, later in pairwise(sorted(times))]
+    return [
+        later - earlier
+        for times in longest.values()
+        for (earlier, _), (later, is_cold) in pairwise(sorted(times))
+        if not is_cold
+    ]
 
 
-def _prefill_ns(trace: Trace) -> dict[int, int]:
+def _top_steps(trace: Trace) -> list[dict[str, Any]]:
+    names = ["step", "call", "phase", "parent_step", "warmup", "wall_ns", "prepare_ns", "forward_ns", "sample_ns"]
+    return [row for row in trace.table("steps").select(names).to_pylist() if row["parent_step"] is None]
+
+
+def _prefill_ns(steps: list[dict[str, Any]]) -> dict[int, int]:
     """Wall time of the top-level prefill steps of each call."""
     times: dict[int, int] = {}
-    steps = trace.table("steps").select(["call", "phase", "parent_step", "wall_ns"])
-    for call, phase, parent, wall_ns in zip(*(column.to_pylist() for column in steps.columns), strict=True):
-        if phase == "prefill" and parent is None:
-            times[call] = times.get(call, 0) + wall_ns
+    for row in steps:
+        if row["phase"] == "prefill":
+            times[row["call"]] = times.get(row["call"], 0) + row["wall_ns"]
     return times
 
 

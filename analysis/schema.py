@@ -94,7 +94,7 @@ STEPS = Table(
         _at_close("tokens_real", INT, "those that are not padding"),
         _at_close("token_count", INT, "new tokens that this step gave"),
         Column("discarded", FLAG, "the result of this forward was not used"),
-        Column("warmup", FLAG, "left out of statistics"),
+        _at_close("warmup", FLAG, "cold: the first of its kind and over twice as slow as the rest; left out of statistics"),
         Column("start_ns", INT, "since the start of the trace, on a monotonic clock"),
         Column("wall_ns", INT, "from the start of this step to its end: preparation, forward, sampling"),
         Column("forward_ns", INT, "inside the model's forward"),

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from . import units
 from .breakdown import StageTime
+from .latency import Latency
 from .roofline import StageVerdict
 from .schema import PHASES
 from .summary import Summary
@@ -28,7 +29,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("model", _model(summary)),
         ("device", _device(summary)),
-        ("TTFT", units.time(timing.ttft_ns)),
+        ("TTFT", _first_token(timing)),
         (
             "TPOT",
             f"{units.time(timing.tpot_ns)}  (p50 {units.time(timing.itl_p50_ns)}, p95 {units.time(timing.itl_p95_ns)})",
@@ -47,6 +48,19 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("traced ÷ untraced", overhead_words(summary)),
     ]
     return [row for row in rows if row[1] != units.NONE]
+
+
+def _first_token(timing: Latency) -> str:
+    """TTFT, and where it went."""
+    split = timing.first_token
+    if split is None:
+        return units.time(timing.ttft_ns)
+    parts = [
+        (split.tokenize_ns, "tokenize"), (split.prepare_ns, "prepare"), (split.prefill_ns, "prefill"),
+        (split.sample_ns, "sample"), (split.other_ns, "other"),
+    ]  # fmt: skip
+    named = " + ".join(f"{word} {units.time(ns)}" for ns, word in parts if ns)
+    return f"{units.time(timing.ttft_ns)} = {named}"
 
 
 def _model(summary: Summary) -> str:

@@ -24,6 +24,7 @@ from lifetrace.hooks.recorder import FIRST_MODULE_SLOT, Call, Recorder, Step
 from lifetrace.hooks.replay import Replayer, ReplayError
 
 from . import calibrate, environment
+from .cold import ColdWatch
 from .counts import Completion, WorkLog, set_column
 from .logprobs import Sequence, TokenKey
 from .stage_memory import StageMemory
@@ -101,6 +102,7 @@ class Session:
         self._adopted: list[Attachment] = []
         self.tokens = TokenReader(tokenizer, self.run_id)
         self.work = WorkLog()
+        self.cold = ColdWatch()
         self.stage_memory = StageMemory(self.slots)
         self._ordinals: dict[int, int] = {}
         self.uncounted: list[dict[str, Any]] | None = None
@@ -233,10 +235,17 @@ class Session:
         rows = self.reader.read(steps, [step.detailed for step in steps], memory.rss_bytes())
         self.tokens.note(steps, rows.steps)
         self.work.note(steps)
+        self._note_times(steps, rows.steps)
         self._ordinals |= {step.index: step.ordinal for step in steps}
         self.writer.part("steps", rows.steps)
         self.writer.part("spans", pa.concat_tables([self._loose(), rows.spans]).unify_dictionaries())
         self.writer.part("kv", rows.kv)
+
+    def _note_times(self, steps: list[Step], rows: pa.Table) -> None:
+        for step, wall_ns in zip(steps, rows["wall_ns"].to_pylist(), strict=True):
+            if step.signature is not None and not step.failed:
+                kind = (step.prefill, step.role, step.detailed, step.signature.batch, step.signature.q_len)
+                self.cold.note(kind, step.index, wall_ns)
 
     def _loose(self) -> pa.Table:
         """The noted spans that no step holds, with ids of their own."""
@@ -267,7 +276,8 @@ class Session:
             self.writer.part("tokens", table_of(schema.TOKENS, rows))
             tokens |= by_step
         work = self._count(status == "complete")
-        self.writer.complete("steps", lambda rows: _with_token_counts(work.steps(rows), tokens))
+        cold = self.cold.cold()
+        self.writer.complete("steps", lambda rows: _marked(_with_token_counts(work.steps(rows), tokens), cold))
         self.writer.complete("spans", lambda rows: self.stage_memory.fill(work.spans(rows), self._ordinals))
         self.uncounted = work.uncounted()
         self.writer.complete("kv", lambda rows: rows)
@@ -383,6 +393,11 @@ def _with_token_counts(rows: pa.Table, counts: dict[int, StepTokens]) -> pa.Tabl
     undone = [step in counts and counts[step].undone for step in steps]
     discarded = [bool(a or b) for a, b in zip(failed, undone, strict=True)]
     return set_column(rows, "discarded", pa.array(discarded))
+
+
+def _marked(rows: pa.Table, cold: set[int]) -> pa.Table:
+    """Mark the steps that statistics leave out."""
+    return set_column(rows, "warmup", pa.array([step in cold for step in rows["step"].to_pylist()]))
 
 
 def _tape(device: torch.device, slots: list[Slot]) -> Tape:

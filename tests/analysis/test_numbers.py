@@ -20,6 +20,33 @@ def test_latency(tmp_path):
     assert (times.prompt_tokens, times.new_tokens, times.sequences) == (3, 4, 1)
 
 
+def split_call(tmp_path, requests):
+    """Calls whose prefill prepares 1 ms, runs 6 and samples 2; each request starts so many ms before it."""
+    steps, spans, calls, at = [], [], [], 0
+    for number, (before, tokenize) in enumerate(requests):
+        start = at + before
+        steps.append(
+            {"call": number, "step": number, "phase": "prefill", "warmup": False, "start_ns": start * MS,
+             "wall_ns": 9 * MS, "prepare_ns": MS, "forward_ns": 6 * MS, "sample_ns": 2 * MS}
+        )  # fmt: skip
+        spans.append({"span": number, "stage": "tokenize", "start_ns": at * MS, "host_ns": tokenize * MS})
+        calls.append(
+            {"call": number, "parent_step": None, "request_start_ns": at * MS, "first_token_ns": (start + 9) * MS,
+             "last_token_ns": (start + 9) * MS, "new_tokens": [1], "prompt_tokens": [2], "sequences": 1}
+        )  # fmt: skip
+        at = start + 9
+    return latency(read_trace(write_trace(tmp_path / "t", {"steps": steps, "spans": spans}, calls=calls)))
+
+
+def test_the_time_to_the_first_token_is_split_without_a_rest(tmp_path):
+    times = split_call(tmp_path, [(5, 2), (4, 3), (9, 1)])  # TTFT 14, 13 and 18 ms
+    split = times.first_token
+    assert times.ttft_ns == 14 * MS
+    assert (split.tokenize_ns, split.prepare_ns, split.prefill_ns, split.sample_ns) == (2 * MS, MS, 6 * MS, 2 * MS)
+    assert split.other_ns == 3 * MS
+    assert sum(vars(split).values()) == times.ttft_ns
+
+
 def test_a_single_token_has_no_time_per_output_token(tmp_path):
     call = {
         "call": 0, "parent_step": None, "request_start_ns": 0, "first_token_ns": 7 * MS, "last_token_ns": 7 * MS,
