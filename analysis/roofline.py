@@ -30,7 +30,7 @@ STARVED = 0.5
 _TRAFFIC = ("weight_bytes", "kv_read_bytes", "kv_write_bytes")
 _SPAN_WORK = ("flops", *_TRAFFIC, "input_bytes", "output_bytes", "op_count", "kv_copy_bytes", "host_ns", "device_ns")
 _STEP_BYTES = (*_TRAFFIC, "activation_bytes")
-_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def kernel_time_ns(work: Work, ceilings: Ceilings, dtype: str, working_set_bytes
     """
     if not work.flops or not work.weight_bytes or work.rows is None:
         return None
-    item_bytes = _ITEM_BYTES.get(dtype)
+    item_bytes = ITEM_BYTES.get(dtype)
     if item_bytes is None:
         return None
     rows = min(work.rows, max(1.0, work.flops * item_bytes / (2 * work.weight_bytes)))

@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from .commands.calibrate import calibrate
+from .commands.explain import explain
+from .commands.export import export
 from .commands.report import report
 from .commands.run import run
 from .commands.show import show
@@ -53,5 +55,5 @@ def main() -> None:
     """
 
 
-for command in (run, show, report, calibrate):
+for command in (run, show, explain, report, export, calibrate):
     main.add_command(command)

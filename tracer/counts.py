@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
 
 from lifetrace.analysis import schema
 from lifetrace.hooks.counting import CallCount, ForwardCount
@@ -192,7 +193,17 @@ def _own_numbers(call: CallCount) -> list[int]:
     dense = sum(product.flops_dense for product in call.own) if known else UNKNOWN
     weights = list(call.weights.values())
     read = sum(size for size in weights if size is not None)
-    return [UNKNOWN, UNKNOWN, read, flops, dense]
+    return [*_core_boundary(call), read, flops, dense]
+
+
+def _core_boundary(call: CallCount) -> tuple[int, int]:
+    """Bytes of the queries that attention is given and of what it returns; keys and values are KV traffic."""
+    attention = [product for product in call.own if product.attention]
+    if len(attention) != 2 or call.dtype is None:
+        return UNKNOWN, UNKNOWN
+    item_bytes = getattr(torch, call.dtype).itemsize
+    scores, mixed = attention
+    return scores.batch * scores.m * scores.k * item_bytes, mixed.batch * mixed.m * mixed.n * item_bytes
 
 
 def _choosers(calls: Iterable[CallCount]) -> tuple[tuple[str, int], ...]:
