@@ -94,7 +94,9 @@ STEPS = Table(
         _at_close("tokens_real", INT, "those that are not padding"),
         _at_close("token_count", INT, "new tokens that this step gave"),
         Column("discarded", FLAG, "the result of this forward was not used"),
-        _at_close("warmup", FLAG, "cold: the first of its kind and over twice as slow as the rest; left out of statistics"),
+        _at_close(
+            "warmup", FLAG, "cold: the first of its kind and over twice as slow as the rest; left out of statistics"
+        ),
         Column("start_ns", INT, "since the start of the trace, on a monotonic clock"),
         Column("wall_ns", INT, "from the start of this step to its end: preparation, forward, sampling"),
         Column("forward_ns", INT, "inside the model's forward"),
@@ -103,7 +105,11 @@ STEPS = Table(
         Column("device_ns", INT, "CUDA events around the forward; null on a CPU"),
         *WORK,
         _at_close("flops_counted", INT, "the known part of `flops`; equal to it when nothing is uncounted"),
-        _at_close("op_count", INT, "operators that the forward launches, views excluded; counted by running it once more, untimed"),
+        _at_close(
+            "op_count",
+            INT,
+            "operators that the forward launches, views excluded; counted by running it once more, untimed",
+        ),
         *TRAFFIC,
         _at_close("activation_bytes", INT, "activation traffic: inputs and outputs of the stages, no KV"),
         Column("kv_bytes", INT, "KV of all layers after the step: positions filled, recurrent states included"),
@@ -230,7 +236,29 @@ PRODUCTS = Table(
     ),
 )
 
-TABLES = {table.name: table for table in (STEPS, SPANS, KV, TOKENS, MODULES, PRODUCTS)}
+OPS = Table(
+    "ops",
+    True,
+    "one operator of one place in one profiled step; only with `--ops`, from a pass of its own that no time counts",
+    (
+        RUN_ID,
+        RANK,
+        Column("step", INT, "the timed step that does the same work"),
+        PHASE,
+        Column("stage", WORD, "as in `spans`; null on the device's idle time and where no stage was open"),
+        Column("layer", SMALL, "as in `spans`"),
+        Column("part", WORD, "as in `spans` at the finest detail; also `rotary`, `cache_append` and `softmax`"),
+        Column("module", WORD, "the innermost module that was running"),
+        Column("op", WORD, "operator, such as `aten::mm`; `device idle` for the time without a kernel (CUDA)"),
+        Column("input_shapes", WORD, "of its tensors"),
+        Column("kernel", WORD, "the kernels that it launched; null on a CPU and where it launched none"),
+        Column("count", INT, "how often it ran there with these shapes"),
+        Column("host_ns", INT, "its own time on the host under the profiler, what it calls left out"),
+        Column("device_ns", INT, "of its kernels; null on a CPU"),
+    ),
+)
+
+TABLES = {table.name: table for table in (STEPS, SPANS, KV, TOKENS, MODULES, PRODUCTS, OPS)}
 
 STATUSES = ("running", "complete", "interrupted", "failed", "oom")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from .breakdown import StageTime, breakdown
 from .latency import Latency, latency
+from .operators import OperatorTime, operators
 from .schema import PHASES
 from .trace import Trace
 from .verdicts import Verdicts, judge
@@ -28,6 +29,7 @@ class Summary:
     verdicts: Verdicts
     latency: Latency
     stages: list[StageTime]
+    operators: list[OperatorTime]
     steps: int
     steps_recorded: int
     steps_per_call: dict[str, float]
@@ -48,6 +50,7 @@ class Summary:
             "verdicts": self.verdicts.to_json(),
             "latency": asdict(self.latency),
             "stages": [asdict(row) for row in self.stages],
+            "operators": [asdict(row) for row in self.operators],
         }
 
 
@@ -71,6 +74,7 @@ def summarize(trace: Trace) -> Summary:
         verdicts=verdicts,
         latency=latency(trace),
         stages=breakdown(trace),
+        operators=operators(trace),
         steps=len(steps),
         steps_recorded=len(trace.table("spans")["step"].unique().drop_null()),
         steps_per_call=_steps_per_call(trace),

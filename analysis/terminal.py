@@ -9,12 +9,14 @@ from rich.text import Text
 from . import units
 from .breakdown import StageTime
 from .latency import Latency
+from .operators import OperatorTime
 from .roofline import StageVerdict
 from .schema import PHASES
 from .summary import Summary
 from .verdict_view import bound_cell, lead_rows
 
 BAR_WIDTH = 12
+OPERATORS_SHOWN = 6
 WIDE, WIDER = 90, 124  # columns from which there is room for shares beside the bounds, and for bars
 
 
@@ -153,6 +155,9 @@ def print_summary(summary: Summary, console: Console) -> None:
         console.print()
         console.print(_stage_title(summary))
         console.print(_stage_table(summary, console.width))
+    if summary.operators:
+        console.print("operators of the profiled steps, slowest first; own time, a step")
+        console.print(_operator_table(summary.operators))
     for note in summary.notes:
         console.print(Text(f"note: {printable(note)}", style="yellow"))
 
@@ -199,6 +204,20 @@ def _stage_table(summary: Summary, width: int) -> Table:
     table.add_section()
     blanks = [""] * (1 + (width >= WIDE) + (width >= WIDER))
     table.add_row("all", *(cell for ns in total for cell in (units.time(ns) if ns else units.NONE, *blanks)))
+    return table
+
+
+def _operator_table(operators: list[OperatorTime]) -> Table:
+    """The slowest operators of each phase, with where they ran."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("phase", "where", "operator"):
+        table.add_column(name, overflow="fold")
+    for name in ("times", "time", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for phase in PHASES:
+        for row in [row for row in operators if row.phase == phase][:OPERATORS_SHOWN]:
+            where = ", ".join(word for word in (row.stage, row.part) if word)
+            table.add_row(phase, where, row.op, f"{row.count:,.0f}", units.time(row.time_ns), units.share(row.share))
     return table
 
 

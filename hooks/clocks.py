@@ -20,7 +20,7 @@ class Marks:
     `device_ns[i]` is device time since the step's first mark on the same device, None where no event was recorded;
     `devices[i]` says on which. Both are None where the device has no clock of its own.
     `memory[i]` is what is allocated at the mark and the peak since the mark before, on a tape
-    that measures memory in place of time.
+    that measures memory in place of time; `profile` holds the step's operators, on one that profiles.
     """
 
     codes: "array[int]"
@@ -28,6 +28,7 @@ class Marks:
     device_ns: list[int | None] | None = None
     devices: list[Any] | None = None
     memory: list[tuple[int, int]] | None = None
+    profile: Any = None
 
 
 class Tape(Protocol):

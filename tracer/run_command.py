@@ -38,6 +38,7 @@ class RunSettings:
     repeats: int = 3
     baseline: bool = True
     logprobs: int | None = None
+    ops: bool = False
     out: Path | None = None
     force: bool = False
 
@@ -113,6 +114,10 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
             progress("measuring memory by stage")
             inputs = workload.encode(settings.prompts, loaded)
             session.measure_memory(lambda: _generate(settings, loaded, inputs), peak_reader(loaded.device))
+        if settings.ops:
+            progress("profiling operators")
+            inputs = workload.encode(settings.prompts, loaded)
+            session.profile(lambda: _generate(settings, loaded, inputs))
         if settings.logprobs is not None:
             progress("reading log-probabilities")
             session.token_details = logprobs.details(loaded.model, session.sequences(), settings.logprobs)

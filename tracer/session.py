@@ -17,7 +17,7 @@ import torch
 from lifetrace.analysis import schema
 from lifetrace.analysis.trace import Trace, read_trace
 from lifetrace.errors import LifetraceError, ModelError, RunError, UsageError
-from lifetrace.hooks import generation, inventory, memory, stages
+from lifetrace.hooks import generation, inventory, kernels, memory, stages
 from lifetrace.hooks.attach import DETAILS, LOOP_SLOTS, Attachment, Slot, compiled_regions, device_of, slots_for
 from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
 from lifetrace.hooks.recorder import FIRST_MODULE_SLOT, Call, Recorder, Step
@@ -28,7 +28,8 @@ from .cold import ColdWatch
 from .counts import Completion, WorkLog, set_column
 from .logprobs import Sequence, TokenKey
 from .stage_memory import StageMemory
-from .steps import StepReader, table_of
+from .stage_ops import StageOps, chosen_steps
+from .steps import StepReader, is_top, table_of
 from .tokens import StepTokens, TokenReader
 from .writer import TraceWriter, prepare_folder
 
@@ -104,6 +105,7 @@ class Session:
         self.work = WorkLog()
         self.cold = ColdWatch()
         self.stage_memory = StageMemory(self.slots)
+        self.stage_ops: StageOps | None = None
         self._ordinals: dict[int, int] = {}
         self.uncounted: list[dict[str, Any]] | None = None
         self.uncountable: list[str] = []
@@ -199,7 +201,30 @@ class Session:
             memory.MemoryTape(read), self.stage_memory.note, lambda: (None, None, None), wants=self.options.wants
         )
         attachment = Attachment(self.model, self.slots, recorder)
-        recorder.on_toggle = attachment.toggle
+        self._once_more(work, recorder, attachment, attachment.toggle)
+
+    def profile(self, work: Callable[[], object]) -> None:
+        """Do the same work once more, untimed, and profile the operators of a few of its steps."""
+        slots = slots_for(self.model, self.lifecycle, "module")
+        self.stage_ops = StageOps(slots)
+        chosen = chosen_steps(max((call.step_count for call in self.recorder.calls), default=1))
+        tape = kernels.ProfilerTape(self.device)
+        recorder = Recorder(tape, self.stage_ops.note, lambda: (None, None, None), wants=chosen.__contains__)
+        attachment = Attachment(self.model, slots, recorder)
+
+        def toggle(chosen_now: bool) -> None:
+            attachment.toggle(chosen_now)
+            if chosen_now:
+                tape.begin()
+
+        with kernels.labels(self.model):
+            self._once_more(work, recorder, attachment, toggle)
+
+    def _once_more(
+        self, work: Callable[[], object], recorder: Recorder, attachment: Attachment, toggle: Callable[[bool], None]
+    ) -> None:
+        """Do work under a recorder of its own."""
+        recorder.on_toggle = toggle
         generation.watch(self.model, recorder)
         attachment.attach()
         try:
@@ -236,7 +261,7 @@ class Session:
         self.tokens.note(steps, rows.steps)
         self.work.note(steps)
         self._note_times(steps, rows.steps)
-        self._ordinals |= {step.index: step.ordinal for step in steps}
+        self._ordinals |= {step.index: step.ordinal for step in steps if is_top(step)}
         self.writer.part("steps", rows.steps)
         self.writer.part("spans", pa.concat_tables([self._loose(), rows.spans]).unify_dictionaries())
         self.writer.part("kv", rows.kv)
@@ -282,6 +307,9 @@ class Session:
         self.uncounted = work.uncounted()
         self.writer.complete("kv", lambda rows: rows)
         self.writer.complete("tokens", lambda rows: rows)
+        if self.stage_ops is not None:
+            step_at = {ordinal: step for step, ordinal in sorted(self._ordinals.items(), reverse=True)}
+            self.writer.part("ops", table_of(schema.OPS, self.stage_ops.rows(step_at, self.run_id)))
         self.writer.table("modules", self._modules())
         self.writer.table("products", table_of(schema.PRODUCTS, work.products))
 

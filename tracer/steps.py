@@ -394,6 +394,11 @@ class StepReader:
         return _conform(columns, schema.KV, count * len(layers))
 
 
+def is_top(step: Step) -> bool:
+    """Whether a step is of the traced model's own loop, not inside another step."""
+    return step.parent is None and step.call.parent_step is None
+
+
 def phase_of(step: Step) -> str:
     """The phase of a step: prefill until its call has chosen a token."""
     return "prefill" if step.prefill else "decode"

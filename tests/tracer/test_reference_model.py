@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lifetrace
+from lifetrace.analysis import judge
 from reference_model import R_SIZES
 
 LAYERS, HIDDEN, MLP, VOCABULARY, KV_WIDTH = 4, 64, 128, 256, 32
@@ -111,6 +112,18 @@ def test_eager_attention_launches_more(prompt_12, tmp_path):
     attention = trace.spans[(trace.spans.part == "attention") & (trace.spans.phase == "decode")]
     # keys and values copied for each query head: 2; scores, scaling, softmax, weighted sum, order of heads: 5
     assert set(attention.op_count) == {4 + ROTARY + CACHE + 2 + 5}
+
+
+def test_many_small_layers_are_bound_by_launching(tmp_path):
+    """30 layers of R's width: 1,097 operators of 1 µs, against 5.3 MB at 100 GB/s, 53 µs."""
+    model = LlamaForCausalLM(LlamaConfig(**R_SIZES | {"num_hidden_layers": 30})).eval()
+    with lifetrace.trace(model, out=tmp_path / "toy") as trace:
+        model.generate(torch.arange(3, 15)[None], max_new_tokens=6)
+    assert set(trace.steps.op_count) == {30 * LAYER_OPS + 17} == {1_097}
+    for phase in judge(lifetrace.read_trace(tmp_path / "toy")).phases:
+        assert phase.verdict.bound == "launch"
+        assert phase.verdict.launch_ns == pytest.approx(1_097_000 * phase.steps)
+        assert phase.verdict.roof_ns < 0.2 * phase.verdict.launch_ns
 
 
 def test_flops(trace_r):

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lifetrace
+from lifetrace.analysis import judge
 from lifetrace.cli import main
 from smollm2 import smollm2_gguf
 
@@ -39,6 +40,21 @@ def test_a_trace_of_64_tokens_is_small(loaded, tmp_path):
     size = sum(file.stat().st_size for file in trace.path.rglob("*") if file.is_file())
     assert len(trace.steps) == 64
     assert size < 300_000
+
+
+def test_prefill_and_decode_are_limited_by_different_things(loaded, tmp_path):
+    """At 1,000 GFLOP/s and 100 GB/s: 512 tokens need 118 GFLOP, 118 ms, against 538 MB of weights, 5.4 ms.
+
+    A decode step moves the same weights for 0.27 GFLOP, 0.3 ms, and launches 1,097 operators of 1 µs.
+    """
+    model, _ = loaded
+    with lifetrace.trace(model, out=tmp_path / "t") as trace:
+        model.generate(torch.arange(512)[None] + 100, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert trace.steps.op_count.tolist() == [30 * (2 * 6 + 17 + 5 + 2) + 17] * 4 == [1_097] * 4
+    prefill, decode = judge(lifetrace.read_trace(tmp_path / "t")).phases
+    assert (prefill.verdict.bound, decode.verdict.bound) == ("compute", "memory")
+    assert prefill.verdict.compute_ns == pytest.approx(118e6, rel=0.01)
+    assert decode.verdict.memory_ns / decode.steps == pytest.approx(5.5e6, rel=0.03)
 
 
 def test_the_command_line_with_a_quantized_file_and_the_chat_template(tmp_path, monkeypatch):

@@ -173,6 +173,12 @@ def _steps(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 @option("Recording", "--steps", callback=_steps, metavar="A:B", help="Record the spans of steps A to B-1 only.")
 @option(
     "Recording",
+    "--ops",
+    is_flag=True,
+    help="Also profile the operators and kernels of a few steps, in a pass of its own.",
+)
+@option(
+    "Recording",
     "--logprobs",
     type=click.IntRange(min=1),
     metavar="K",
@@ -257,6 +263,7 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
         repeats=given["repeats"],
         baseline=given["baseline"],
         logprobs=given["logprobs"],
+        ops=given["ops"],
         out=given["out"],
         force=given["force"],
     )
