@@ -208,6 +208,9 @@ def _note_criteria(call: Call, criteria: StoppingCriteriaList) -> None:
 
 
 def _refuse_batching(recorder: Recorder, function: Any, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not recorder.refuses_batches:
+        recorder.batches_passed += 1
+        return function(model, *args, **kwargs)
     raise ModelError(
         "lifetrace does not trace continuous batching (generate_batch): its requests share forwards. "
         "Use generate(), or end the trace before."

@@ -171,6 +171,8 @@ class Recorder:
         self.flush_steps = flush_steps
         self.flush_seconds = flush_seconds
         self.calls: list[Call] = []
+        self.refuses_batches = True  # continuous batching, which cannot be traced: refused, or passed by
+        self.batches_passed = 0
         self.repeat = 0
         self._thread = _Thread()
         self._lock = threading.Lock()

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .analysis.trace import Trace, read_trace
     from .errors import LifetraceError, ModelError, RunError, TraceError, UsageError
+    from .everywhere import trace_all
     from .session import trace
 
 _HOMES = {
     "trace": "session",
+    "trace_all": "everywhere",
     "read_trace": "analysis.trace",
     "Trace": "analysis.trace",
     "LifetraceError": "errors",
@@ -21,7 +23,17 @@ _HOMES = {
     "UsageError": "errors",
 }
 
-__all__ = ["LifetraceError", "ModelError", "RunError", "Trace", "TraceError", "UsageError", "read_trace", "trace"]
+__all__ = [
+    "LifetraceError",
+    "ModelError",
+    "RunError",
+    "Trace",
+    "TraceError",
+    "UsageError",
+    "read_trace",
+    "trace",
+    "trace_all",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,6 +60,10 @@ class Options:
         return inside and (step_in_call - self.first_step) % self.every == 0
 
 
+# Sessions that were begun on a program's behalf, by the identity of their model.
+_automatic: dict[int, "Session"] = {}
+
+
 class Session:
     """A trace being recorded on one model."""
 
@@ -97,6 +101,7 @@ class Session:
             flush_seconds=options.flush_seconds,
         )
         self.attachment = Attachment(self.model, self.slots, self.recorder, self.lifecycle)
+        self.attached = False
         self.recorder.on_toggle = self.attachment.toggle
         self.recorder.on_assistant = self._adopt
         self.assistants: list[tuple[Any, stages.Lifecycle]] = []
@@ -128,13 +133,30 @@ class Session:
         if attach:
             self.attach()
 
+    def start_automatic(self) -> None:
+        """Start on a program's behalf: a trace that the program itself asks for of this model takes it over."""
+        self.recorder.refuses_batches = False
+        self.start()
+        _automatic[id(self.model)] = self
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Give the tokens their text by a tokenizer that was found later."""
+        self.tokenizer = tokenizer
+        self.tokens.use(tokenizer)
+
+    def end_automatic(self) -> None:
+        """Give the model free; nothing takes it over any more."""
+        _automatic.pop(id(self.model), None)
+
     def attach(self) -> None:
         """Put on the hooks."""
         generation.watch(self.model, self.recorder)
         self.attachment.attach()
+        self.attached = True
 
     def detach(self) -> None:
         """Take off the hooks; the model is as it was before."""
+        self.attached = False
         for attachment in (self.attachment, *self._adopted):
             attachment.detach()
             generation.unwatch(attachment.model)
@@ -171,6 +193,7 @@ class Session:
                 *self.lifecycle.notes,
                 *self.compiled_notes,
                 *self.findings,
+                *(["continuous batching (generate_batch) ran untraced"] if self.recorder.batches_passed else []),
                 *(f"some steps could not be counted: {reason}" for reason in self.uncountable),
             ],
             **self._texts(),
@@ -558,6 +581,9 @@ class trace:
         return self._session.path
 
     def __enter__(self) -> Self:
+        self._outer = _automatic.get(id(self._session.model))
+        if self._outer is not None:
+            self._outer.detach()
         self._session.start()
         return self
 
@@ -565,6 +591,8 @@ class trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._session.finish(status_of(error), error)
+        if self._outer is not None:
+            self._outer.attach()
         self._finished = True
         for fault in self._session.faults:
             import warnings

@@ -70,12 +70,16 @@ class TokenReader:
     """Collects steps by call while the run goes, and gives token rows once a call has ended."""
 
     def __init__(self, tokenizer: Any, run_id: str) -> None:
-        self.tokenizer = tokenizer
+        self.use(tokenizer)
         self.run_id = run_id
         self._steps: dict[int, list[StepFacts]] = {}
         self._texts: dict[int, str] = {}
-        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()) or ())
         self._read: dict[int, CallTokens | None] = {}
+
+    def use(self, tokenizer: Any) -> None:
+        """Give the tokens their text by this tokenizer; None for none."""
+        self.tokenizer = tokenizer
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()) or ())
 
     def note(self, steps: list[Step], rows: pa.Table) -> None:
         """Remember of each main step when it ended and how long the sequences were then."""

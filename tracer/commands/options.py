@@ -38,6 +38,20 @@ def option(group: str, *names: str, **settings: Any) -> Callable[[Any], Any]:
     return click.option(*names, cls=GroupedOption, group=group, **settings)
 
 
+def steps_range(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int | None]:
+    """Read A:B, A: or :B."""
+    if value is None:
+        return 0, None
+    first, colon, last = value.partition(":")
+    try:
+        bounds = (int(first or 0), int(last) if last else None)
+    except ValueError:
+        bounds = (-1, None)
+    if not colon or bounds[0] < 0 or (bounds[1] is not None and bounds[1] <= bounds[0]):
+        raise click.BadParameter(f"{value!r} is no range of steps; write A:B, such as 0:8, with A below B.")
+    return bounds
+
+
 def progress(text: str) -> None:
     """Show what goes on, on stderr: one line rewritten in a terminal, a line each elsewhere.
 

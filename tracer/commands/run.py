@@ -8,24 +8,10 @@ import click
 
 from lifetrace.errors import UsageError
 
-from .options import GroupedCommand, option, print_trace, progress, write_trace_report
+from .options import GroupedCommand, option, print_trace, progress, steps_range, write_trace_report
 
 if TYPE_CHECKING:
     from lifetrace.run_command import RunSettings
-
-
-def _steps(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int | None]:
-    """Read A:B, A: or :B."""
-    if value is None:
-        return 0, None
-    first, colon, last = value.partition(":")
-    try:
-        bounds = (int(first or 0), int(last) if last else None)
-    except ValueError:
-        bounds = (-1, None)
-    if not colon or bounds[0] < 0 or (bounds[1] is not None and bounds[1] <= bounds[0]):
-        raise click.BadParameter(f"{value!r} is no range of steps; write A:B, such as 0:8, with A below B.")
-    return bounds
 
 
 @click.command(cls=GroupedCommand, short_help="Generate, and trace every stage of it.")
@@ -170,7 +156,7 @@ def _steps(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     metavar="N",
     help="Record the spans of each Nth step only.",
 )
-@option("Recording", "--steps", callback=_steps, metavar="A:B", help="Record the spans of steps A to B-1 only.")
+@option("Recording", "--steps", callback=steps_range, metavar="A:B", help="Record the spans of steps A to B-1 only.")
 @option(
     "Recording",
     "--ops",
