@@ -114,9 +114,17 @@ STEPS = Table(
         _at_close("activation_bytes", INT, "activation traffic: inputs and outputs of the stages, no KV"),
         Column("kv_bytes", INT, "KV of all layers after the step: positions filled, recurrent states included"),
         Column("kv_allocated_bytes", INT, "storage that the cache holds for them"),
-        Column("mem_allocated_bytes", INT, "CUDA caching allocator, at the end of the step; null on a CPU"),
+        Column(
+            "mem_allocated_bytes",
+            INT,
+            "at its end: CUDA caching allocator; on a CPU live tensors, in an untimed pass",
+        ),
         Column("mem_reserved_bytes", INT, "CUDA caching allocator, at the end of the step; null on a CPU"),
-        Column("mem_peak_bytes", INT, "CUDA caching allocator, peak up to the end of the step; null on a CPU"),
+        Column(
+            "mem_peak_bytes",
+            INT,
+            "at most: CUDA caching allocator so far in the run; on a CPU live tensors in it",
+        ),
         Column("rss_bytes", INT, "resident memory of the process, read when the part was written"),
     ),
 )
@@ -150,8 +158,12 @@ SPANS = Table(
         *TRAFFIC,
         *WORK,
         _at_close("op_count", INT, "operators that it launches, views excluded; null outside of modules"),
-        Column("mem_allocated_bytes", INT, "CUDA caching allocator at its end; null on a CPU"),
-        Column("mem_peak_bytes", INT, "CUDA caching allocator, peak while it ran; null on a CPU"),
+        Column(
+            "mem_allocated_bytes",
+            INT,
+            "at its end, in an untimed pass: CUDA allocator, on a CPU live tensors",
+        ),
+        Column("mem_peak_bytes", INT, "at most while it ran, in the same pass"),
         Column("starved", FLAG, "the device had run out of work when this began; null where unknown"),
     ),
 )
@@ -286,6 +298,8 @@ MANIFEST_KEYS = {
     "uncounted": "modules that ran an operator without formula: its names, the span that holds the module, and that "
     "span's share of the recorded time",
     "notes": "what the reader should know: what could not be seen, faults inside lifetrace",
+    "memory": "of an untimed pass: the highest moment of live tensor bytes, its step (of the call) and place, the tensor "
+    "that made it, the pieces that add up to it (kind, stage, part, bytes), and what was held after the run",
     "predictions": "of `plan`; null where none were made",
     "post_mortem": "of a run that ended for want of memory; null otherwise",
 }
@@ -294,6 +308,7 @@ MANIFEST_KEYS = {
 MANIFEST_TYPES: dict[str, type] = {
     "run_id": str, "status": str, "model": dict, "device": dict, "versions": dict, "settings": dict,
     "generation": dict, "prompt": list, "output": list, "calls": list, "ceilings": dict, "overhead": dict,
+    "memory": dict, "predictions": dict, "post_mortem": dict,
     "uncounted": list, "notes": list,
 }  # fmt: skip
 

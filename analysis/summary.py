@@ -5,6 +5,7 @@ from typing import Any
 
 from .breakdown import StageTime, breakdown
 from .latency import Latency, latency
+from .memory import Memory, memory
 from .operators import OperatorTime, operators
 from .schema import PHASES
 from .trace import Trace
@@ -39,6 +40,7 @@ class Summary:
     flops_prefill: int | None
     flops_decode: int | None
     peak_memory_bytes: int | None
+    memory: Memory | None
     overhead: dict[str, Any] | None
     uncounted: list[dict[str, Any]] | None
     notes: list[str]
@@ -49,6 +51,7 @@ class Summary:
         return plain | {
             "verdicts": self.verdicts.to_json(),
             "latency": asdict(self.latency),
+            "memory": memory_document(self.memory),
             "stages": [asdict(row) for row in self.stages],
             "operators": [asdict(row) for row in self.operators],
         }
@@ -84,10 +87,19 @@ def summarize(trace: Trace) -> Summary:
         flops_prefill=_flops(trace, "prefill"),
         flops_decode=_flops(trace, "decode"),
         peak_memory_bytes=max((v for v in steps["mem_peak_bytes"].to_pylist() if v is not None), default=None),
+        memory=memory(trace),
         overhead=meta.get("overhead"),
         uncounted=meta.get("uncounted"),
         notes=[*(meta.get("notes") or []), *verdicts.notes, *_doubts(trace)],
     )
+
+
+def memory_document(found: Memory | None) -> dict[str, Any] | None:
+    """The memory of a run as plain dictionaries."""
+    if found is None:
+        return None
+    pieces = [asdict(piece) | {"bytes": piece.bytes_} for piece in found.pieces]
+    return asdict(found) | {"pieces": [{k: v for k, v in piece.items() if k != "bytes_"} for piece in pieces]}
 
 
 def _total(calls: list[dict[str, Any]], key: str) -> int | None:

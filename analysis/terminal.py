@@ -45,7 +45,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("drafted", _drafted(summary)),
         ("KV cache", _kv(summary)),
         ("FLOPs", _flops(summary)),
-        ("peak memory", units.byte_count(summary.peak_memory_bytes)),
+        ("peak memory", _memory(summary)),
         ("uncounted", _uncounted(summary)),
         ("traced ÷ untraced", overhead_words(summary)),
     ]
@@ -99,6 +99,19 @@ def _kv(summary: Summary) -> str:
     text = f"{units.byte_count(summary.kv_bytes)} for {units.count(summary.kv_positions)} positions"
     if summary.kv_allocated_bytes not in (None, summary.kv_bytes):
         text += f", {units.byte_count(summary.kv_allocated_bytes)} allocated"
+    return text
+
+
+def _memory(summary: Summary) -> str:
+    """The peak, what it is made of, and which tensor made it."""
+    found = summary.memory
+    if found is None:
+        return units.byte_count(summary.peak_memory_bytes)
+    kinds = ", ".join(f"{kind} {units.byte_count(size)}" for kind, size in found.by_kind().items())
+    text = f"{units.byte_count(found.peak_bytes)} in step {found.step} ({found.during}): {kinds}"
+    if found.rounding_bytes is not None and found.slack_bytes is not None:
+        text += f"; around them the allocator rounds up {units.byte_count(found.rounding_bytes)}"
+        text += f" and reserves {units.byte_count(found.slack_bytes)} more"
     return text
 
 

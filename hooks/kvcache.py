@@ -4,6 +4,7 @@ Nothing here touches the contents of a tensor, so nothing synchronises with a de
 static cache counts on the device is followed on the host instead (`positions_seen`).
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,6 +82,18 @@ def positions(cache: Any) -> int | None:
         elif isinstance(layer, tuple) and len(layer) > 1 and isinstance(layer[0], torch.Tensor):
             seen = max(seen, _read_layer(layer, None).length)
     return seen
+
+
+def cache_layers(cache: Any) -> list[tuple[torch.Tensor, ...]]:
+    """The tensors that hold each layer's states, one entry a row of `read`'s own positions."""
+    if cache is None:
+        return []
+    return [tuple(_tensors(slot)) for slot in _slots(getattr(cache, "self_attention_cache", cache))]
+
+
+def cache_tensors(cache: Any) -> Iterable[torch.Tensor]:
+    """Yield the tensors that hold a cache's states, of all its layers."""
+    yield from itertools.chain(*cache_layers(cache), *cache_layers(getattr(cache, "cross_attention_cache", None)))
 
 
 def _slots(cache: Any) -> list[Any]:
@@ -182,8 +195,8 @@ def _holds_tensors(layer: Any) -> bool:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -39,6 +39,7 @@ class RunSettings:
     baseline: bool = True
     logprobs: int | None = None
     ops: bool = False
+    memory: bool = True
     out: Path | None = None
     force: bool = False
 
@@ -110,10 +111,12 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
         warmed = _warm_up(settings, loaded, progress)
         _alternate(settings, loaded, session, progress, untraced, traced)
         session.facts["overhead"] = overhead(untraced, traced) if settings.baseline else None
-        if loaded.device.type == "cuda":
-            progress("measuring memory by stage")
+        if settings.memory:
+            progress("measuring memory")
             inputs = workload.encode(settings.prompts, loaded)
-            session.measure_memory(lambda: _generate(settings, loaded, inputs), peak_reader(loaded.device))
+            if loaded.device.type == "cuda":
+                session.measure_memory(lambda: _generate(settings, loaded, inputs), peak_reader(loaded.device))
+            session.measure_live_bytes(lambda: _generate(settings, loaded, inputs))
         if settings.ops:
             progress("profiling operators")
             inputs = workload.encode(settings.prompts, loaded)

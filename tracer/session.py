@@ -20,6 +20,7 @@ from lifetrace.errors import LifetraceError, ModelError, RunError, UsageError
 from lifetrace.hooks import generation, inventory, kernels, memory, stages
 from lifetrace.hooks.attach import DETAILS, LOOP_SLOTS, Attachment, Slot, compiled_regions, device_of, slots_for
 from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
+from lifetrace.hooks.live_bytes import LiveBytes
 from lifetrace.hooks.recorder import FIRST_MODULE_SLOT, Call, Recorder, Step
 from lifetrace.hooks.replay import Replayer, ReplayError
 
@@ -27,6 +28,7 @@ from . import calibrate, environment
 from .cold import ColdWatch
 from .counts import Completion, WorkLog, set_column
 from .logprobs import Sequence, TokenKey
+from .peak_memory import peak_facts
 from .stage_memory import StageMemory
 from .stage_ops import StageOps, chosen_steps
 from .steps import StepReader, is_top, table_of
@@ -226,6 +228,20 @@ class Session:
         attachment = Attachment(self.model, self.slots, recorder)
         self._once_more(work, recorder, attachment, attachment.toggle)
 
+    def measure_live_bytes(self, work: Callable[[], object]) -> None:
+        """Do the same work once more, untimed, and follow the live tensor bytes: what the highest moment is made of.
+
+        Where the device has no allocator of its own to ask, this also gives each stage its memory.
+        """
+        with LiveBytes(self.model, keep_calls=False) as live:
+            if self.device.type == "cuda":
+                work()
+            else:
+                self.measure_memory(work, live.reading)
+        config = self.model.config.get_text_config(decoder=True)
+        modules = inventory.inventory(self.model, self.lifecycle)
+        self.facts["memory"] = peak_facts(live, modules, self.lifecycle, config)
+
     def profile(self, work: Callable[[], object]) -> None:
         """Do the same work once more, untimed, and profile the operators of a few of its steps."""
         slots = slots_for(self.model, self.lifecycle, "module")
@@ -325,7 +341,7 @@ class Session:
             tokens |= by_step
         work = self._count(status == "complete")
         cold = self.cold.cold()
-        self.writer.complete("steps", lambda rows: _marked(_with_token_counts(work.steps(rows), tokens), cold))
+        self.writer.complete("steps", lambda rows: self._complete_steps(rows, work, tokens, cold))
         self.writer.complete("spans", lambda rows: self.stage_memory.fill(work.spans(rows), self._ordinals))
         self.uncounted = work.uncounted()
         self.writer.complete("kv", lambda rows: rows)
@@ -335,6 +351,12 @@ class Session:
             self.writer.part("ops", table_of(schema.OPS, self.stage_ops.rows(step_at, self.run_id)))
         self.writer.table("modules", self._modules())
         self.writer.table("products", table_of(schema.PRODUCTS, work.products))
+
+    def _complete_steps(
+        self, rows: pa.Table, work: Completion, tokens: dict[int, StepTokens], cold: set[int]
+    ) -> pa.Table:
+        rows = _marked(_with_token_counts(work.steps(rows), tokens), cold)
+        return rows if self.device.type == "cuda" else self.stage_memory.fill_steps(rows, self._ordinals)
 
     def _count(self, run_model: bool) -> Completion:
         """Count the work of all steps; what cannot be replayed stays null, and the notes say why.

@@ -18,6 +18,7 @@ class StageMemory:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
         self._by_ordinal: dict[int, list[RowMemory]] = {}
+        self._of_step: dict[int, RowMemory] = {}
 
     def note(self, steps: list[Step]) -> None:
         """Take in the steps of the memory pass."""
@@ -26,6 +27,7 @@ class StageMemory:
             assert marks.memory is not None
             rows = pattern_of(marks.codes, self.slots).rows
             self._by_ordinal[step.ordinal] = [_of_row(marks.memory, row.start, row.end) for row in rows]
+            self._of_step[step.ordinal] = _of_row(marks.memory, 0, len(marks.memory) - 1)
 
     def fill(self, rows: pa.Table, ordinals: dict[int, int]) -> pa.Table:
         """Fill the memory columns of a part of the spans; a step whose rows differ stays null."""
@@ -44,6 +46,14 @@ class StageMemory:
                 for place, memory in zip(places, known, strict=True):
                     allocated[place], peak[place] = memory
         for name, values in (("mem_allocated_bytes", allocated), ("mem_peak_bytes", peak)):
+            index = rows.schema.get_field_index(name)
+            rows = rows.set_column(index, rows.schema.field(index), pa.array(values, type=pa.int64()))
+        return rows
+
+    def fill_steps(self, rows: pa.Table, ordinals: dict[int, int]) -> pa.Table:
+        """Fill the memory columns of a part of the steps, where the pass is the only measurement of them."""
+        known = [self._of_step.get(ordinals.get(step, -1), (None, None)) for step in rows["step"].to_pylist()]
+        for name, values in zip(("mem_allocated_bytes", "mem_peak_bytes"), zip(*known, strict=True), strict=True):
             index = rows.schema.get_field_index(name)
             rows = rows.set_column(index, rows.schema.field(index), pa.array(values, type=pa.int64()))
         return rows

@@ -165,6 +165,12 @@ if TYPE_CHECKING:
 )
 @option(
     "Recording",
+    "--memory/--no-memory",
+    default=True,
+    help="Also generate once more, untimed, to see what memory is held for.",
+)
+@option(
+    "Recording",
     "--logprobs",
     type=click.IntRange(min=1),
     metavar="K",
@@ -250,6 +256,7 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
         baseline=given["baseline"],
         logprobs=given["logprobs"],
         ops=given["ops"],
+        memory=given["memory"],
         out=given["out"],
         force=given["force"],
     )
