@@ -53,7 +53,7 @@ class Latency:
 
 def latency(trace: Trace) -> Latency:
     """Compute the latency of a trace over its calls of `generate` that gave tokens."""
-    calls = [call for call in trace.meta.get("calls") or [] if _gave_tokens(call)]
+    calls = top_calls(trace)
     steps = _top_steps(trace)
     gaps = sorted(_gaps(trace, {call["call"] for call in calls}, {row["step"] for row in steps if row["warmup"]}))
     cold = {row["call"] for row in steps if row["warmup"] and row["phase"] == "prefill"}
@@ -80,6 +80,11 @@ def latency(trace: Trace) -> Latency:
         ),
         decode_tokens_per_s=_median([value for call in calls if (value := _decode_rate(call)) is not None]),
     )
+
+
+def top_calls(trace: Trace) -> list[dict[str, Any]]:
+    """The calls of `generate` that gave tokens, those inside other calls left out."""
+    return [call for call in trace.meta.get("calls") or [] if _gave_tokens(call)]
 
 
 def ttft_ns(call: dict[str, Any]) -> int:

@@ -298,8 +298,8 @@ MANIFEST_KEYS = {
     "uncounted": "modules that ran an operator without formula: its names, the span that holds the module, and that "
     "span's share of the recorded time",
     "notes": "what the reader should know: what could not be seen, faults inside lifetrace",
-    "memory": "of an untimed pass: the highest moment of live tensor bytes, its step (of the call) and place, the tensor "
-    "that made it, the pieces that add up to it (kind, stage, part, bytes), and what was held after the run",
+    "memory": "of an untimed pass: the highest moment of live tensor bytes, its step (in the call) and place, the "
+    "tensor that made it, the pieces that add up to it (kind, stage, part, bytes), and what was held after the run",
     "predictions": "of `plan`; null where none were made",
     "post_mortem": "of a run that ended for want of memory; null otherwise",
 }

@@ -1,4 +1,4 @@
-"""A user's program under `lifetrace exec`: as without it, and traced. The programs are real, in processes of their own."""
+"""A user's program under `lifetrace exec`: as without it, and traced. Real programs, in processes of their own."""
 
 import os
 import signal
@@ -91,7 +91,8 @@ def test_a_module_with_a_generate_in_a_thread_that_outlives_the_program(tmp_path
     (tmp_path / "pack" / "__init__.py").write_text("")
     (tmp_path / "pack" / "serve.py").write_text(
         f"import sys, threading, time\n{MODEL}\n"
-        "def work():\n    time.sleep(0.3)\n    model.generate(prompt, max_new_tokens=5)\n    print('served', sys.argv[1:])\n"
+        "def work():\n    time.sleep(0.3)\n    model.generate(prompt, max_new_tokens=5)\n"
+        "    print('served', sys.argv[1:])\n"
         "if __name__ == '__main__':\n    threading.Thread(target=work).start()\n"
     )
     monkeypatch.chdir(tmp_path)

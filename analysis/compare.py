@@ -1,0 +1,393 @@
+"""Two runs side by side: what was different, what took longer beyond the noise, and where the time moved."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from . import noise
+from .latency import top_calls, tpot_ns, ttft_ns
+from .noise import Difference, Values
+from .schema import PHASES
+from .trace import Trace
+
+# What decides whether runs do the same work; each with what it makes incomparable.
+EVERYTHING, PREFILL = "everything", "prefill"
+CAUSE_SHARE = 0.5
+NOTABLE = 0.02  # of its phase: a stage below is not judged by itself
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that the runs were told, found or ran on, and that is not the same in both."""
+
+    key: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of both sides; `unit` is `ns` or `bytes`. `share` is the first side's part of its phase."""
+
+    name: str
+    phase: str | None
+    stage: str | None
+    part: str | None
+    unit: str
+    share: float | None
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Where most of a phase's change came from: `share` of it, in one layer (null: in all) and one part."""
+
+    phase: str
+    stage: str
+    layer: int | None
+    part: str | None
+    delta_ns: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found. `refused` says what cannot be compared, and why; its rows are left out."""
+
+    first: str
+    second: str
+    calls: tuple[int, int]
+    changes: list[Change]
+    refused: list[str]
+    headline: list[Row]
+    stages: list[Row]
+    causes: list[Cause]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries and lists."""
+        whole = asdict(self) | {"calls": list(self.calls)}
+        for rows, plain in ((self.headline, whole["headline"]), (self.stages, whole["stages"])):
+            for row, document in zip(rows, plain, strict=True):
+                found = row.difference
+                document["difference"] |= {
+                    "delta": found.delta,
+                    "change": found.change,
+                    "beyond_noise": found.beyond_noise,
+                }
+        return whole
+
+
+def compare(first: Sequence[Trace], second: Sequence[Trace], confidence: float = noise.CONFIDENCE) -> Comparison:
+    """Compare two sides, each one trace or several of the same work.
+
+    Args:
+        first: the side that the other is measured against.
+        second: the other side.
+        confidence: with which the bounds hold each difference.
+    """
+    changes = _changes(first[0], second[0])
+    hindrances = dict(_hindrances(changes, first[0], second[0]))
+    sides = _Side.of(first), _Side.of(second)
+    phases = [
+        phase for phase in PHASES if EVERYTHING not in hindrances and not (phase == PREFILL and PREFILL in hindrances)
+    ]
+    headline = _headline(*sides, phases, confidence)
+    stages = [row for phase in phases for row in _stage_rows(*sides, phase, confidence)]
+    return Comparison(
+        first=_names(first),
+        second=_names(second),
+        calls=(sides[0].calls, sides[1].calls),
+        changes=changes,
+        refused=list(hindrances.values()),
+        headline=headline,
+        stages=stages,
+        causes=[cause for phase in _changed(headline) if (cause := _cause(*sides, phase)) is not None],
+        notes=_notes(*sides),
+    )
+
+
+def _names(traces: Sequence[Trace]) -> str:
+    return ", ".join(str(trace.path) for trace in traces)
+
+
+def _notes(first: "_Side", second: "_Side") -> list[str]:
+    notes = []
+    if min(first.calls, second.calls) < 2:
+        notes.append(
+            "a side has one call alone, so how much calls differ by themselves is not known: nothing is judged"
+        )
+    if first.detail != second.detail:
+        notes.append(f"the detail differs ({first.detail}, {second.detail}): parts that one side lacks are left out")
+    return notes
+
+
+# -- what differs ------------------------------------------------------------------------------
+
+
+def _facts(trace: Trace) -> dict[str, Any]:
+    """What is compared of two manifests, flat."""
+    meta = trace.meta
+    model, device = meta.get("model") or {}, meta.get("device") or {}
+    calls = top_calls(trace)
+    facts: dict[str, Any] = {
+        f"model {key}": model.get(key) for key in ("id", "revision", "parameters", "layers", "dtype")
+    }
+    facts |= {"attention": model.get("attention"), "experts": model.get("experts")}
+    facts |= {f"device {key}": device.get(key) for key in ("type", "name", "threads")}
+    facts |= {f"version of {key}": value for key, value in (meta.get("versions") or {}).items()}
+    facts |= {f"generation {key}": value for key, value in (meta.get("generation") or {}).items()}
+    if calls:
+        facts["prompt tokens"] = sum(calls[0]["prompt_tokens"])
+        facts["new tokens"] = sum(calls[0]["new_tokens"])
+        facts["sequences"] = calls[0]["sequences"]
+    return facts
+
+
+def _changes(first: Trace, second: Trace) -> list[Change]:
+    a, b = _facts(first), _facts(second)
+    return [Change(key, a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)]
+
+
+def _hindrances(changes: Iterable[Change], first: Trace, second: Trace) -> Iterable[tuple[str, str]]:
+    """What cannot be compared, and the sentence that says so."""
+    by_key = {change.key: change for change in changes}
+    for key, word in (("model parameters", "model"), ("model layers", "model"), ("sequences", "batch")):
+        if key in by_key:
+            a, b = by_key[key].first, by_key[key].second
+            yield EVERYTHING, f"the runs are of another {word} ({key}: {a} and {b}): their times are not compared"
+            return
+    if "prompt tokens" in by_key:
+        a, b = by_key["prompt tokens"].first, by_key["prompt tokens"].second
+        yield PREFILL, f"the prompts have {a} and {b} tokens: prefill and TTFT are not compared, decode is"
+
+
+# -- sides -------------------------------------------------------------------------------------
+
+_Key = tuple[str, str, str | None]
+_LayerKey = tuple[str, str, int | None, str | None]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Times of one side: of its calls, of each stage in them, and of each layer's parts (means over all calls)."""
+
+    calls: int
+    detail: str | None
+    ttft_ns: list[Values]
+    tpot_ns: list[Values]
+    phase_ns: dict[str, list[Values]]
+    stages: dict[_Key, list[Values]]
+    layers: dict[_LayerKey, float]
+    peak_bytes: int | None
+
+    @classmethod
+    def of(cls, traces: Sequence[Trace]) -> "_Side":
+        calls = [call for trace in traces for call in top_calls(trace)]
+        phases: dict[str, list[Values]] = {}
+        stages: dict[_Key, list[Values]] = {}
+        layers: dict[_LayerKey, list[float]] = {}
+        for trace in traces:
+            steps = _counted(trace)
+            spans = _placed(trace, steps)
+            _collect(phases, _series(steps, ["phase"], "wall_ns"))
+            top = spans.filter(pc.is_null(spans["parent"]))
+            parts = spans.filter(
+                pc.and_(pc.is_valid(spans["part"]), pc.is_in(spans["parent"], value_set=_values(top["span"])))
+            )
+            _collect(stages, _series(top.drop_columns("part"), ["phase", "stage"], "host_ns", (None,)))
+            _collect(stages, _series(parts, ["phase", "stage", "part"], "host_ns"))
+            for key, value in _per_call(top, parts, steps):
+                layers.setdefault(key, []).append(value)
+        tpots = [value for call in calls if (value := tpot_ns(call)) is not None]
+        return cls(
+            calls=len(calls),
+            detail=(traces[0].meta.get("settings") or {}).get("detail"),
+            ttft_ns=[np.array([float(ttft_ns(call))]) for call in calls],
+            tpot_ns=[np.array([value]) for value in tpots],
+            phase_ns={key[0]: values for key, values in phases.items()},
+            stages=stages,
+            layers={key: float(np.mean(values)) for key, values in layers.items()},
+            peak_bytes=max((peak for trace in traces if (peak := _peak(trace)) is not None), default=None),
+        )
+
+
+def _counted(trace: Trace) -> pa.Table:
+    """The top-level steps that statistics count."""
+    steps = trace.table("steps").select(["step", "call", "phase", "parent_step", "warmup", "discarded", "wall_ns"])
+    left_out = pc.or_(pc.fill_null(steps["warmup"], False), pc.fill_null(steps["discarded"], False))
+    kept = steps.filter(pc.and_(pc.is_null(steps["parent_step"]), pc.invert(left_out)))
+    return kept.set_column(2, "phase", kept["phase"].cast(pa.string())).select(["step", "call", "phase", "wall_ns"])
+
+
+def _placed(trace: Trace, steps: pa.Table) -> pa.Table:
+    """The spans of those steps, with their call."""
+    names = ["step", "span", "parent", "stage", "layer", "part", "host_ns"]
+    spans = trace.table("spans").select(names)
+    for name in ("stage", "part"):
+        spans = spans.set_column(names.index(name), name, spans[name].cast(pa.string()))
+    return spans.join(steps.select(["step", "call", "phase"]), keys="step", join_type="inner")
+
+
+def _series(rows: pa.Table, by: list[str], column: str, rest: tuple[None, ...] = ()) -> dict[Any, list[Values]]:
+    """By key, for each call, the values of its steps; a prefill in several steps counts as one."""
+    sums = (
+        rows.group_by(["call", "step", *by])
+        .aggregate([(column, "sum")])
+        .sort_by([("call", "ascending"), ("step", "ascending")])
+    )
+    found: dict[Any, dict[int, list[float]]] = {}
+    columns = (sums[name].to_pylist() for name in ("call", f"{column}_sum", *by))
+    for call, value, *key in zip(*columns, strict=True):
+        found.setdefault((*key, *rest), {}).setdefault(call, []).append(float(value))
+    return {
+        key: [np.array([sum(values)] if key[0] == PREFILL else values) for values in calls.values()]
+        for key, calls in found.items()
+    }
+
+
+def _collect(into: dict[Any, list[Values]], series: dict[Any, list[Values]]) -> None:
+    for key, calls in series.items():
+        into.setdefault(key, []).extend(calls)
+
+
+def _per_call(top: pa.Table, parts: pa.Table, steps: pa.Table) -> Iterable[tuple[_LayerKey, float]]:
+    """Mean time of a step in each place: a layer's parts where there are some, else the whole stage."""
+    counts = {phase: pc.sum(pc.equal(steps["phase"], phase)).as_py() or 1 for phase in PHASES}
+    split = set(zip(parts["phase"].to_pylist(), parts["stage"].to_pylist(), strict=True))
+    for rows, names in ((parts, ["phase", "stage", "layer", "part"]), (top, ["phase", "stage", "layer"])):
+        for row in rows.group_by(names).aggregate([("host_ns", "sum")]).to_pylist():
+            key = (row["phase"], row["stage"])
+            if "part" in row or key not in split:
+                yield (*key, row["layer"], row.get("part")), row["host_ns_sum"] / counts[row["phase"]]
+
+
+def _values(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _peak(trace: Trace) -> int | None:
+    peak: int | None = pc.max(trace.table("steps")["mem_peak_bytes"]).as_py()
+    return peak
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def _headline(first: _Side, second: _Side, phases: list[str], confidence: float) -> list[Row]:
+    rows = []
+    if PREFILL in phases and first.ttft_ns and second.ttft_ns:
+        rows.append(_row("TTFT", None, None, None, None, noise.difference(first.ttft_ns, second.ttft_ns, confidence)))
+    if "decode" in phases and first.tpot_ns and second.tpot_ns:
+        rows.append(_row("TPOT", None, None, None, None, noise.difference(first.tpot_ns, second.tpot_ns, confidence)))
+    for phase in phases:
+        a, b = first.phase_ns.get(phase), second.phase_ns.get(phase)
+        if a and b:
+            rows.append(_row(f"{phase} step", phase, None, None, 1.0, noise.difference(a, b, confidence)))
+    if first.peak_bytes is not None and second.peak_bytes is not None:
+        found = noise.exact(first.peak_bytes, second.peak_bytes)
+        rows.append(Row("peak memory", None, None, None, "bytes", None, found))
+    return rows
+
+
+def _row(
+    name: str, phase: str | None, stage: str | None, part: str | None, share: float | None, found: Difference
+) -> Row:
+    return Row(name, phase, stage, part, "ns", share, found)
+
+
+def _stage_rows(first: _Side, second: _Side, phase: str, confidence: float) -> list[Row]:
+    """Each stage and part that both sides have, in the first side's order of time, parts below their stage."""
+    whole = first.phase_ns.get(phase)
+    if not whole:
+        return []
+    total = float(np.mean([np.median(call) for call in whole]))
+    rows = []
+    for key in (key for key in first.stages if key[0] == phase and key in second.stages):
+        found = noise.difference(first.stages[key], second.stages[key], confidence)
+        _, stage, part = key
+        name = stage if part is None else f"{stage}, {part}"
+        rows.append(_row(name, phase, stage, part, found.first / total if total else None, found))
+    size = {row.stage: row.difference.first for row in rows if row.part is None}
+    return sorted(
+        rows, key=lambda row: (-size.get(row.stage, 0.0), row.stage or "", row.part is not None, -row.difference.first)
+    )
+
+
+def _changed(headline: Iterable[Row]) -> list[str]:
+    """The phases whose steps changed beyond the noise."""
+    return [row.phase for row in headline if row.phase is not None and row.difference.beyond_noise]
+
+
+def _cause(first: _Side, second: _Side, phase: str) -> Cause | None:
+    """The one place that most of a phase's change comes from: a layer's part, else a part over all layers."""
+    keys = [key for key in first.layers if key[0] == phase and key in second.layers]
+    deltas = {key: second.layers[key] - first.layers[key] for key in keys}
+    total = sum(deltas.values())
+    if not deltas or not total:
+        return None
+    single = max(deltas, key=lambda key: deltas[key] / total)
+    over_layers: dict[_LayerKey, float] = {}
+    for (_, stage, _, part), delta in deltas.items():
+        place = (phase, stage, None, part)
+        over_layers[place] = over_layers.get(place, 0.0) + delta
+    spread = max(over_layers, key=lambda key: over_layers[key] / total)
+    for key, delta in ((single, deltas[single]), (spread, over_layers[spread])):
+        if delta / total >= CAUSE_SHARE:
+            return Cause(phase, key[1], key[2], key[3], delta, delta / total)
+    return None
+
+
+# -- the gate ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate says: rows that got worse by more than allowed, beyond the noise, of so many judged.
+
+    `unjudged` says why the runs could not be judged at all; null where they were.
+    """
+
+    regressions: list[Row]
+    judged: int
+    unjudged: str | None
+
+
+def gate(first: Sequence[Trace], second: Sequence[Trace], allowed: float) -> Verdict:
+    """Find what got worse by more than `allowed` (0.05 is 5 %) beyond the noise.
+
+    Judged are TTFT, TPOT and peak memory, and every stage and part that takes 2 % of its phase or
+    more. Many chances to fail by luck add up, so half of the 5 % that may fail by luck is shared
+    out among the former, half among the latter (Bonferroni).
+    """
+    plain = compare(first, second)
+    if plain.refused:
+        return Verdict([], 0, plain.refused[0])
+    if min(plain.calls) < 2:
+        return Verdict([], 0, "a side has one call alone; trace each at least twice (--repeats)")
+    sides = _Side.of(first), _Side.of(second)
+    worse, judged = regressions(*sides, list(PHASES), allowed)
+    return Verdict(worse, judged, None)
+
+
+def regressions(first: "_Side", second: "_Side", phases: list[str], allowed: float) -> tuple[list[Row], int]:
+    """What got worse by more than `allowed` beyond the noise, and of how many quantities."""
+    rows: list[Row] = []
+    for measure in (_gated_headline, _gated_stages):
+        count = len(measure(first, second, phases, noise.CONFIDENCE))
+        rows += measure(first, second, phases, 1 - 0.025 / max(count, 1))
+    worse = [row for row in rows if row.difference.beyond_noise and (row.difference.change or 0.0) > allowed]
+    return worse, len(rows)
+
+
+def _gated_headline(first: "_Side", second: "_Side", phases: list[str], confidence: float) -> list[Row]:
+    return [row for row in _headline(first, second, phases, confidence) if row.phase is None]
+
+
+def _gated_stages(first: "_Side", second: "_Side", phases: list[str], confidence: float) -> list[Row]:
+    rows = [row for phase in phases for row in _stage_rows(first, second, phase, confidence)]
+    return [row for row in rows if (row.share or 0.0) >= NOTABLE]
