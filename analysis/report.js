@@ -18,9 +18,11 @@
   const shapes = { texts: data.shapes.texts, input: unpack(data.shapes.input), output: unpack(data.shapes.output) };
   const blocks = data.blocks.map(([key, label, color]) => ({ key, label, color }));
   const time = unpack(data.time);
+  const bounds = data.bounds && unpackAll(data.bounds);
+  const judged = data.verdict && unpackAll(data.verdict);
   const layouts = data.spans.layouts.map(unpackLayout);
   const OUTSIDE = new Set(["prepare", "embed", "forward", "final_norm", "lm_head", "sample", "nested", "other", "between"]);
-  const state = { call: 0, sequence: 0, row: 0, zoom: null, focus: -1, shown: 0, timer: null };
+  const state = { call: 0, sequence: 0, row: 0, zoom: null, focus: -1, shown: 0, timer: null, tint: "wait", point: -1 };
 
   function unpackLayout(packed) {
     const flat = unpack(packed), n = flat.length / 6;
@@ -61,6 +63,15 @@
   const workOf = (name, row, block) => block >= 0 && work[name] ? work[name][cell(row, block)] : null;
   const shapeOf = (code) => code >= 0 ? shapes.texts[code] : null;
   const timeOf = (row, block) => block >= 0 && time[cell(row, block)] > 0 ? time[cell(row, block)] : null;
+  const percent = (f) => f >= 0.01 ? `${Math.round(f * 100)}%` : "<1%";
+  /** What limits a block in a step: words such as "memory 87%", the bare word, the roof; null without ceilings. */
+  function boundOf(row, block) {
+    if (!bounds || block < 0) return null;
+    const at = cell(row, block), word = bounds.words[bounds.bound[at]], near = bounds.close_to[at];
+    if (word === "unknown") return { text: NONE, word, roof: null };
+    const share = missing(bounds.efficiency[at]) ? "" : `\u00a0${percent(bounds.efficiency[at])}`;
+    return { text: word + (near ? ` ≈ ${bounds.words[near]}` : "") + share, word, roof: bounds.roof_ns[at] };
+  }
   for (const one of data.calls) one.rows = unpack(one.rows);
   const call = () => data.calls[state.call];
   const place = (row) => call().rows.indexOf(row);
@@ -115,6 +126,7 @@
     if (tokens.logprob && !missing(tokens.logprob[i])) {
       facts.push(`logprob ${tokens.logprob[i].toFixed(2)} (probability ${asShare(Math.exp(tokens.logprob[i]))})`);
     }
+    if (tokens.entropy && !missing(tokens.entropy[i])) facts.push(`entropy ${tokens.entropy[i].toFixed(2)} nats`);
     return facts.join(", ");
   }
 
@@ -157,11 +169,40 @@
       known("kv_read_bytes") ? ["KV read", asBytes(workOf("kv_read_bytes", row, block))] : null,
       known("kv_write_bytes") ? ["KV new", asBytes(workOf("kv_write_bytes", row, block))] : null,
       known("flops") ? ["work", asWork(workOf("flops", row, block))] : null,
+      boundRow(row, block),
     ];
+  }
+
+  function boundRow(row, block) {
+    const found = boundOf(row, block);
+    return found && ["bound", found.text, `bound ${found.word}`];
   }
 
   const compact = (shape) => (shape || NONE).replaceAll(" ", "");
   const took = (row, ns) => [asTime(ns), asShare(ns === null ? null : ns / steps.wall_ns[row]), "took"];
+
+  const FEW = 8, ODD = 1.5;
+  const usual = new Map();
+
+  /** The median time of a block in the steps of a phase, NaN of few. */
+  function usualTime(block, prefill) {
+    const key = `${block} ${prefill}`;
+    if (!usual.has(key)) {
+      const times = [];
+      for (let row = 0; row < steps.step.length; row++) {
+        if (steps.prefill[row] === prefill && steps.counted[row] && timeOf(row, block) !== null) times.push(timeOf(row, block));
+      }
+      times.sort((a, b) => a - b);
+      usual.set(key, times.length < FEW ? NaN : times[times.length >> 1]);
+    }
+    return usual.get(key);
+  }
+
+  /** A warning where a block took much longer than in other steps of the phase. */
+  function oddRow(row, block) {
+    const ratio = timeOf(row, block) / usualTime(block, steps.prefill[row]);
+    return ratio >= ODD ? ["slow", `${ratio.toFixed(1)} × the usual`, "odd"] : null;
+  }
 
   function drawMap(row) {
     for (const card of document.querySelectorAll("#map [data-stage]")) {
@@ -170,17 +211,33 @@
       card.style.setProperty("--mine", `var(--b-${stage === "ids" ? "prepare" : stage === "layer" ? "line" : stage}, var(--line))`);
       const target = card.querySelector(":scope > .meters");
       if (stage === "ids") {
-        meters(target, [["out", `${steps.batch[row]}×${steps.q_len[row]}`], took(row, ns)]);
+        meters(target, [["out", `${steps.batch[row]}×${steps.q_len[row]}`], oddRow(row, block), took(row, ns)]);
       } else if (stage === "layer") {
         // what the parts show already is not summed up again
-        meters(target, [...blockMeters(row, block).slice(0, parted ? 2 : undefined), took(row, ns)]);
+        const all = blockMeters(row, block);
+        meters(target, [...(parted ? [...all.slice(0, 2), boundRow(row, block)] : all), took(row, ns)]);
       } else if (stage === "sample") {
-        meters(target, [took(row, ns)]);
-      } else meters(target, [...blockMeters(row, block), took(row, ns)]);
+        meters(target, [boundRow(row, block), oddRow(row, block), took(row, ns)]);
+      } else meters(target, [...blockMeters(row, block), oddRow(row, block), took(row, ns)]);
     }
+    for (const figure of document.querySelectorAll("#map .data")) drawData(figure, row);
     drawKv(row);
     drawTokensOfStep(row);
     drawWhole(row);
+  }
+
+  const MOST_ROWS = 14;
+
+  /** What a stage gives on, as a stripe a position: many in a prefill, one in a decode step. */
+  function drawData(figure, row) {
+    const block = blockIndex(figure.closest("[data-stage]").dataset.stage);
+    const sides = block < 0 ? null : (shapeOf(shapes.output[cell(row, block)]) || "").split(" × ").map(Number);
+    figure.hidden = !sides || sides.length !== 3;
+    if (figure.hidden) return;
+    const count = sides[0] * sides[1], [stripes, words] = figure.children;
+    stripes.style.setProperty("--n", Math.min(count, MOST_ROWS));
+    stripes.style.setProperty("--fade", count > MOST_ROWS ? "linear-gradient(#000 60%, transparent)" : "none");
+    words.textContent = `${asCount(count, figure.dataset.unit)} of ${sides[2].toLocaleString("en-US")} ${figure.dataset.of}`;
   }
 
   function drawKv(row) {
@@ -232,7 +289,8 @@
   function chip(i) {
     const node = make("span", "chip");
     const text = tokenNode(i);
-    text.textContent = text.textContent.replaceAll("⏎\n", "⏎");
+    const shown = text.textContent.replaceAll("⏎\n", "⏎");
+    text.textContent = shown.trim() || shown;
     node.append(text, make("small", "", `${tokens.id[i]}`));
     return node;
   }
@@ -285,7 +343,7 @@
 
   function drawDetail() {
     const row = state.row, canvas = $("detail"), step = spansOf(row);
-    $("detail-title").textContent = `${stepName(row)} · step ${steps.step[row]} · ${asTime(steps.wall_ns[row])}`;
+    $("detail-title").textContent = `${stepName(row)} · step ${steps.step[row]} · ${asTime(steps.wall_ns[row])}${stepVerdict(row)}`;
     $("detail-box").hidden = !step;
     $("detail-note").textContent = step
       ? "Each bar is a stage, on the step's own time; inside it are its parts. What is blank belongs to no recorded call. Choose a bar to zoom in."
@@ -309,6 +367,13 @@
     for (let i = 0; i < step.n; i++) drawSpan(pen, step, i, (step.start(i) - from) * scale, step.ns(i) * scale, width);
     drawAxis(pen, from, to, width, depth * ROW);
     $("readout").textContent = state.focus >= 0 ? spanFacts(step, state.focus) : "";
+  }
+
+  function stepVerdict(row) {
+    if (!steps.counted[row]) return " · cold, or its result was not used: statistics leave it out";
+    const word = judged && bounds.words[judged.bound[row]];
+    if (!word || word === "unknown") return "";
+    return ` · ${word}-bound` + (missing(judged.efficiency[row]) ? "" : `, ${percent(judged.efficiency[row])} of its roof`);
   }
 
   function drawSpan(pen, step, i, x, w, width) {
@@ -371,6 +436,7 @@
     const head = make("tr");
     head.append(make("th", "", "Stage"), make("th", "num", "time"), make("th", "num", "share"));
     for (const [label] of columns) head.append(make("th", "num", label));
+    if (bounds) head.append(make("th", "num", "roof"), make("th", "", "bound"));
     if (shaped) head.append(make("th", "", "shape"));
     const body = blocks.map((block, i) => ({ block, i })).filter(({ block, i }) => time[cell(row, i)] > 0 && block.key !== "between").map(({ block, i }) => {
       const line = make("tr"), name = make("th"), dot = make("b", "dot");
@@ -381,6 +447,8 @@
       // a layer's own row counts all its parts: beside them it would count them twice
       const own = !(block.key === "layer" && parted);
       for (const [, column, show] of columns) line.append(make("td", "num", own ? show(workOf(column, row, i)) : NONE));
+      const found = own ? boundOf(row, i) : null;
+      if (bounds) line.append(make("td", "num", asTime(found && found.roof)), make("td", "", found ? found.text : NONE));
       const [input, output] = own ? [shapeOf(shapes.input[cell(row, i)]), shapeOf(shapes.output[cell(row, i)])] : [];
       if (shaped) line.append(make("td", "mono", input || output ? `${input || NONE} → ${output || NONE}` : NONE));
       return line;
@@ -436,13 +504,22 @@
     $("strip").replaceChildren();
     state.shown = 0;
     const [from, to] = tokenRange();
-    const waits = Array.from(tokens.waited_ns.subarray(from, to)).filter((v, i) => tokens.generated[from + i] && !missing(v));
+    const values = [];
+    for (let i = from; i < to; i++) if (tokens.generated[i] && !missing(tintOf(i))) values.push(tintOf(i));
     // the first token waits for the whole prefill: left out of the scale, it takes the darkest colour
-    const rest = waits.slice(1).sort((a, b) => a - b), at = (f) => rest[Math.floor(f * (rest.length - 1))];
-    state.heat = rest.length ? [at(0.02), Math.max(at(0.98), at(0.02) * 1.2)] : null;
-    $("scale").replaceChildren(...(state.heat ? [asTime(state.heat[0]), make("i"), asTime(state.heat[1])] : []));
+    const rest = values.slice(state.tint === "wait" ? 1 : 0).sort((a, b) => a - b), at = (f) => rest[Math.floor(f * (rest.length - 1))];
+    const show = state.tint === "wait" ? asTime : asShare;
+    state.heat = !rest.length ? null : state.tint === "wait" ? [at(0.02), Math.max(at(0.98), at(0.02) * 1.2)] : [0, 1];
+    $("tint-words").textContent = state.tint === "wait"
+      ? "The stronger its colour, the longer a token took after the one before."
+      : "The stronger its colour, the less probable the model held the token.";
+    $("scale").replaceChildren(...(!state.heat ? [] : state.tint === "wait"
+      ? [show(state.heat[0]), make("i"), show(state.heat[1])] : ["probability 100%", make("i"), "0%"]));
     moreTokens();
   }
+
+  /** What a token's colour shows: its wait in ns, or 1 − its probability. */
+  const tintOf = (i) => state.tint === "wait" ? tokens.waited_ns[i] : 1 - Math.exp(tokens.logprob[i]);
 
   function moreTokens() {
     const [from, to] = tokenRange(), end = Math.min(to, from + state.shown + FIRST);
@@ -461,8 +538,8 @@
   function stripToken(i) {
     const node = tokenNode(i, tokens.generated[i] ? "given" : "prompt");
     node.dataset.i = i;
-    if (tokens.generated[i] && state.heat && !missing(tokens.waited_ns[i])) {
-      const [low, high] = state.heat, heat = Math.min(Math.max((tokens.waited_ns[i] - low) / (high - low), 0), 1);
+    if (tokens.generated[i] && state.heat && !missing(tintOf(i))) {
+      const [low, high] = state.heat, heat = Math.min(Math.max((tintOf(i) - low) / (high - low), 0), 1);
       node.style.background = `rgba(${themed("--heat")}, ${(0.06 + 0.8 * heat).toFixed(2)})`;
     }
     return node;
@@ -485,15 +562,17 @@
   // -- the charts -----------------------------------------------------------------------
 
   const charts = [...document.querySelectorAll("[data-chart]")];
-  const stepped = (chart) => chart.dataset.chart !== "token_latency";
+  const stepped = (chart) => !["token-latency", "roofline"].includes(chart.dataset.chart);
 
   function inked(traces) {
     for (const trace of traces) {
-      const ink = trace.meta && trace.meta.ink && themed(`--b-${trace.meta.ink}`);
+      const name = trace.meta && trace.meta.ink;
+      const ink = name && themed(name === "ink" ? "--ink" : `--b-${name}`);
       if (trace.colorbar) trace.colorbar.tickfont = trace.colorbar.title.font = { color: themed("--soft") };
       if (!ink) continue;
-      if (trace.type === "bar") trace.marker.color = ink;
-      else trace.line.color = ink;
+      if (trace.marker) trace.marker.color = ink;
+      if (trace.marker && trace.marker.line && trace.mode) trace.marker.line.color = themed("--ink");
+      if (trace.line) trace.line.color = ink;
       if (trace.fillcolor && trace.stackgroup) trace.fillcolor = ink;
     }
     return traces;
@@ -504,7 +583,7 @@
     layout.font = { ...layout.font, color: soft };
     layout.hoverlabel = { ...layout.hoverlabel, bgcolor: themed("--paper"), bordercolor: themed("--line"), font: { color: ink } };
     layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
-    layout.yaxis.fixedrange = true;
+    layout.yaxis.fixedrange = chart.dataset.chart !== "roofline";
     layout.width = undefined;
     if (chart.clientWidth < 500) layout.margin = { ...layout.margin, l: 44, r: 4 };
     // the page has its own legend of the stages, which wraps on a phone
@@ -515,14 +594,28 @@
 
   function drawChart(chart) {
     const figure = data.charts[chart.dataset.chart];
+    if (!figure.data.length) {
+      chart.classList.add("none");
+      chart.replaceChildren(make("p", "empty", figure.layout.annotations[0].text));
+      return;
+    }
     Plotly.newPlot(chart, inked(figure.data), dressed(figure.layout, chart), { displayModeBar: false, responsive: true });
-    if (!stepped(chart) || !figure.data.length) return;
+    if (!stepped(chart)) return;
     const marker = make("div", "now");
     chart.append(marker);
     chart.on("plotly_afterplot", () => placeMarker(chart));
     chart.on("plotly_click", (event) => chooseStep(event.points[0].x));
     chart.on("plotly_doubleclick", () => setTimeout(() => frameCall(chart)));
     frameCall(chart);
+  }
+
+  /** Show the arithmetic of the next or previous point of the roofline. */
+  function walkRoofline(chart, by) {
+    const points = chart.data.flatMap((trace, curveNumber) => (trace.customdata || []).map((text, pointNumber) => ({ curveNumber, pointNumber, text })));
+    if (!points.length) return;
+    state.point = (state.point + by + points.length) % points.length;
+    Plotly.Fx.hover(chart, [points[state.point]]);
+    $("roofline-readout").textContent = points[state.point].text;
   }
 
   function placeMarker(chart) {
@@ -533,6 +626,12 @@
     marker.style.top = `${layout.yaxis._offset}px`;
     marker.style.height = `${layout.yaxis._length}px`;
     marker.hidden = x < 0 || x > layout.xaxis._length;
+  }
+
+  /** Put another figure into a chart: time or efficiency of the layers. */
+  function swapChart(chart, name) {
+    const figure = data.charts[name], empty = !figure.data.length;
+    Plotly.react(chart, inked(figure.data), dressed(figure.layout, chart)).then(() => { if (!empty) frameCall(chart); });
   }
 
   /** Show only the steps of the chosen call; all steps of the trace share the axis. */
@@ -639,6 +738,15 @@
       if (i !== state.focus && i >= 0) { state.focus = i; drawDetail(); }
     });
     $("detail").addEventListener("keydown", (e) => { if (moveFocus(e.key)) e.preventDefault(); });
+    const roofline = document.querySelector("[data-chart=roofline]");
+    if (roofline) roofline.addEventListener("keydown", (e) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
+      if (!by || !roofline.data) return;
+      walkRoofline(roofline, by);
+      e.preventDefault();
+    });
+    if ($("heat")) $("heat").addEventListener("change", (e) => swapChart(document.querySelector("[data-chart=heatmap]"), e.target.value));
+    if ($("tint")) $("tint").addEventListener("change", (e) => { state.tint = e.target.value; drawStrip(); markTokens(); });
     if ($("strip")) {
       $("strip").addEventListener("click", (e) => {
         const node = e.target.closest("[data-i]");

@@ -1,6 +1,5 @@
 """Reads a trace folder. Nothing here runs anything that a trace holds: JSON and Parquet only."""
 
-import html
 import json
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from . import schema
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
 MANIFEST = "run.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
@@ -75,19 +75,58 @@ class Trace:
         """One row a matrix product of each distinct step."""
         return _frame(self.table("products"))
 
+    @cached_property
+    def ops(self) -> "pd.DataFrame":
+        """One row an operator of a place in a profiled step; empty unless the run was told `--ops`."""
+        return _frame(self.table("ops"))
+
+    def timeline(self) -> "go.Figure":
+        """Draw each step as a bar of the stages that took its time."""
+        return self._figure("timeline")
+
+    def breakdown(self) -> "go.Figure":
+        """Draw the share of prefill and of decode that each stage and part took."""
+        return self._figure("breakdown")
+
+    def roofline(self) -> "go.Figure":
+        """Draw the stages as points under the device's ceilings: FLOP/s over FLOP a byte."""
+        return self._figure("roofline")
+
+    def heatmap(self, by: str = "time") -> "go.Figure":
+        """Draw every layer in every step, by its `time` or by its `efficiency`: roof ÷ measured.
+
+        Raises:
+            ValueError: `by` is something else.
+        """
+        if by not in ("time", "efficiency"):
+            raise ValueError(f"by={by!r} is no colour of the heat map; it takes 'time' or 'efficiency'.")
+        return self._figure("heatmap" if by == "time" else "efficiency")
+
+    def kv_growth(self) -> "go.Figure":
+        """Draw the bytes of the KV cache after each step beside what the model's config says."""
+        return self._figure("kv-growth")
+
+    def memory(self) -> "go.Figure":
+        """Draw what weights and cache need after each step, and the memory measured around them."""
+        return self._figure("memory")
+
+    def token_latency(self) -> "go.Figure":
+        """Draw the time between consecutive tokens of each call."""
+        return self._figure("token-latency")
+
+    def _figure(self, name: str) -> "go.Figure":
+        from .gallery import FIGURES  # plotly is loaded when a figure is asked for, not with the trace
+
+        return FIGURES[name](self)
+
     def __repr__(self) -> str:
         model = (self.meta.get("model") or {}).get("id")
         return f"<Trace {self.path} of {model}, {self.meta.get('status')}, {len(self.table('steps'))} steps>"
 
     def _repr_html_(self) -> str:
-        from .summary import summarize
-        from .terminal import summary_rows
+        from .notebook import notebook_html  # it stands on this module
 
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in summary_rows(summarize(self))
-        )
-        return f"<table>{rows}</table>"
+        return notebook_html(self)
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -103,6 +142,24 @@ def read_trace(path: str | Path) -> Trace:
     if folder.name == MANIFEST:
         folder = folder.parent
     return Trace(folder, _read_manifest(folder))
+
+
+def trace_folders(path: str | Path) -> list[Path]:
+    """The traces in a folder of runs, itself if it is one, by name."""
+    folder = Path(path)
+    if (folder / MANIFEST).is_file() or folder.name == MANIFEST:
+        return [folder]
+    return sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
+
+
+def read_traces(path: str | Path) -> list[Trace]:
+    """Open a trace, or all traces in a folder of runs.
+
+    Raises:
+        TraceError: there is none, or one of them cannot be read.
+    """
+    folders = trace_folders(path)
+    return [read_trace(folder) for folder in folders] if folders else [read_trace(path)]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

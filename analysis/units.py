@@ -31,6 +31,16 @@ def byte_count(count: float | None) -> str:
     return f"{int(count)} B"
 
 
+def flop_count(count: float | None) -> str:
+    """Floating-point operations in decimal units: kFLOP to PFLOP."""
+    if count is None:
+        return NONE
+    for scale, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")):
+        if abs(count) >= scale:
+            return f"{significant(count / scale)} {unit}"
+    return f"{significant(count)} FLOP"
+
+
 def rate(per_second: float | None, unit: str) -> str:
     """A rate with its unit, such as tokens/s."""
     return NONE if per_second is None else f"{significant(per_second)} {unit}"
