@@ -38,6 +38,7 @@ def breakdown(trace: Trace) -> list[StageTime]:
     )
     steps = nw.from_native(trace.table("steps").select(["step", "call", "phase", "parent_step", "warmup", "discarded"]))
     counted = steps.filter(nw.col("parent_step").is_null(), ~nw.col("warmup"), ~nw.col("discarded"))
+    per_call = steps_per_call(trace)
     mine = spans.join(counted.select("step"), on="step", how="inner")
     stages = _sum(mine.filter(nw.col("parent").is_null()), ["phase", "stage"])
     parts = _sum(_with_parent_stage(mine), ["phase", "stage", "part"])
@@ -45,7 +46,8 @@ def breakdown(trace: Trace) -> list[StageTime]:
     for phase in PHASES:
         of_phase = [row for row in stages if row["phase"] == phase]
         total = sum(row["host_ns"] for row in of_phase)
-        scale = _scale(counted, mine, phase)
+        recorded = mine.filter(nw.col("phase") == phase)["step"].n_unique()
+        scale = per_call.get(phase, 0.0) / recorded if recorded else 0.0
         for row in sorted(of_phase, key=lambda row: row["order"]):
             rows.append(_stage_time(row, None, scale, total))
             inside = [part for part in parts if (part["phase"], part["stage"]) == (phase, row["stage"])]
@@ -56,12 +58,16 @@ def breakdown(trace: Trace) -> list[StageTime]:
     return rows
 
 
-def _scale(steps: nw.DataFrame, spans: nw.DataFrame, phase: str) -> float:  # type: ignore[type-arg]
-    """What turns the sum over recorded steps into the time of all steps of one call."""
-    recorded = spans.filter(nw.col("phase") == phase)["step"].n_unique()
-    all_steps = len(steps.filter(nw.col("phase") == phase))
-    calls = steps["call"].n_unique()
-    return all_steps / recorded / calls if recorded else 0.0
+def steps_per_call(trace: Trace) -> dict[str, float]:
+    """Top-level steps of each phase in a call that has that phase, on average; cold ones are steps too."""
+    columns = trace.table("steps").select(["call", "phase", "parent_step", "discarded"]).to_pylist()
+    kept = [row for row in columns if row["parent_step"] is None and not row["discarded"]]
+    found = {}
+    for phase in PHASES:
+        calls = [row["call"] for row in kept if row["phase"] == phase]
+        if calls:
+            found[phase] = len(calls) / len(set(calls))
+    return found
 
 
 def _with_parent_stage(spans: nw.DataFrame) -> nw.DataFrame:  # type: ignore[type-arg]

@@ -53,7 +53,7 @@ def render_report(trace: Trace) -> str:
     highest = memory(trace)
     operator_rows = operators(trace)
     shown = slowest(operator_rows, OPERATORS_SHOWN)
-    rows = report_words.stage_rows(trace, times, verdicts)
+    rows = report_words.stage_rows(trace, verdicts)
     where = report_words.where_sentences(numbers, times, rows)
     page: str = _template().render(
         meta=trace.meta,

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import blocks, units
 from .blocks import Block, StepTimes, numbers
-from .breakdown import OWN, StageTime, breakdown
+from .breakdown import OWN, StageTime, breakdown, steps_per_call
 from .kv_form import KVForm
 from .latency import Latency
 from .memory import Memory
@@ -119,7 +119,7 @@ def _picture(match: re.Match[str]) -> str:
     return chr(0x2400 + code) if code < 0x20 else f"[U+{code:04X}]"
 
 
-def stage_rows(trace: Trace, times: StepTimes, verdicts: Verdicts) -> list[StageRow]:
+def stage_rows(trace: Trace, verdicts: Verdicts) -> list[StageRow]:
     """Where the time went, in lifecycle order, layers split into their parts where those were recorded."""
     found = breakdown(trace)
     parted = {row.phase for row in found if row.stage == "layer" and row.part is not None}
@@ -129,7 +129,7 @@ def stage_rows(trace: Trace, times: StepTimes, verdicts: Verdicts) -> list[Stage
         if whole or (row.stage == "layer" and row.part is not None):
             key = row.stage if row.part in (None, OWN) else str(row.part)
             cells.setdefault(key, {})[row.phase] = row
-    per_call = {"prefill": 1.0, "decode": _decode_steps_per_call(times)}
+    per_call = {"prefill": 1.0, "decode": steps_per_call(trace).get("decode", 1.0)}
     return [
         StageRow(
             _named(block, bool(parted)),
@@ -137,12 +137,6 @@ def stage_rows(trace: Trace, times: StepTimes, verdicts: Verdicts) -> list[Stage
         )
         for block in blocks.ordered_blocks(set(cells))
     ]
-
-
-def _decode_steps_per_call(times: StepTimes) -> float:
-    """Of those that `breakdown` counts, so that a call's time can be divided among its steps."""
-    calls = len(np.unique(times.call[times.counted]))
-    return float((~times.prefill & times.counted).sum()) / max(calls, 1)
 
 
 def _stage_cell(row: StageTime | None, verdicts: Verdicts, steps: float) -> StageCell | None:

@@ -3,11 +3,10 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .breakdown import StageTime, breakdown
+from .breakdown import StageTime, breakdown, steps_per_call
 from .latency import Latency, latency
 from .memory import Memory, memory
 from .operators import OperatorTime, operators
-from .schema import PHASES
 from .trace import Trace
 from .verdicts import Verdicts, judge
 
@@ -80,7 +79,7 @@ def summarize(trace: Trace) -> Summary:
         operators=operators(trace),
         steps=len(steps),
         steps_recorded=len(trace.table("spans")["step"].unique().drop_null()),
-        steps_per_call=_steps_per_call(trace),
+        steps_per_call=steps_per_call(trace),
         kv_bytes=last.get("kv_bytes"),
         kv_allocated_bytes=last.get("kv_allocated_bytes"),
         kv_positions=last.get("kv_len_after"),
@@ -119,14 +118,6 @@ def _doubts(trace: Trace) -> list[str]:
     elif trace.table("spans")["step"].null_count == len(trace.table("spans")):
         doubts.append("this trace holds no spans: no step of those that ran was recorded in detail")
     return doubts
-
-
-def _steps_per_call(trace: Trace) -> dict[str, float]:
-    """Top-level steps of each phase in a call, on average."""
-    rows = trace.table("steps").select(["call", "phase", "parent_step"]).to_pylist()
-    top = [row for row in rows if row["parent_step"] is None]
-    calls = len({row["call"] for row in top})
-    return {phase: sum(row["phase"] == phase for row in top) / calls for phase in PHASES} if calls else {}
 
 
 def _last_step(trace: Trace) -> dict[str, Any]:

@@ -68,14 +68,19 @@ def _first_token(timing: Latency) -> str:
 def _model(summary: Summary) -> str:
     model = summary.model
     parameters = units.count(model.get("parameters"))
-    return f"{model.get('id')} · {parameters} parameters · {model.get('dtype')} · {model.get('attention')} attention"
+    attention = f"{model['attention']} attention" if model.get("attention") else None
+    return _joined(model.get("id"), f"{parameters} parameters", model.get("dtype"), attention)
 
 
 def _device(summary: Summary) -> str:
     device = summary.device
     count = device.get("threads")
     threads = f" · {count} thread{'s' * (count != 1)}" if device.get("type") == "cpu" and count else ""
-    return f"{device.get('type')} · {device.get('name')}{threads}"
+    return _joined(device.get("type"), device.get("name")) + threads
+
+
+def _joined(*words: str | None) -> str:
+    return " · ".join(str(word) for word in words if word) or units.NONE
 
 
 def _tokens(summary: Summary) -> str:

@@ -68,7 +68,7 @@ def _thresholds(found: Thresholds) -> str:
 
 
 def _growth(found: Growth) -> str:
-    if found.slope_us_per_1000 < 2 * found.error_us_per_1000:
+    if found.slope_us_per_1000 <= 2 * found.error_us_per_1000:
         return f"decode time does not measurably grow over the lengths of these {found.steps} steps"
     text = (
         f"decode takes {units.significant(found.slope_us_per_1000)} µs more for 1,000 positions "

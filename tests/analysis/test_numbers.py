@@ -100,3 +100,17 @@ def test_a_trace_without_rows_has_a_summary(tmp_path):
     assert summary.latency.ttft_ns is None
     assert summary.kv_bytes is None
     assert summary.flops_prefill is None
+
+
+def test_a_cold_prefill_is_left_out_of_the_mean_and_not_out_of_the_count(tmp_path):
+    """Two calls of one prefill, 90 ms cold and 20 ms warm: a call's prefill takes 20."""
+    steps = [
+        {"call": call, "step": call, "phase": "prefill", "warmup": call == 0, "discarded": False, "wall_ns": wall * MS}
+        for call, wall in enumerate([90, 20])
+    ]
+    spans = [
+        {"step": i, "phase": "prefill", "span": i, "stage": "layer", "layer": 0, "start_ns": 0, "host_ns": wall * MS}
+        for i, wall in enumerate([90, 20])
+    ]
+    (row,) = breakdown(read_trace(write_trace(tmp_path / "t", {"steps": steps, "spans": spans})))
+    assert (row.time_ns, row.share) == (20 * MS, 1.0)

@@ -24,7 +24,7 @@ from report_traces import (
 )
 from stored_traces import one_call
 
-from lifetrace.analysis import blocks, figures, read_trace, report, report_data, report_head, report_words
+from lifetrace.analysis import figures, read_trace, report, report_data, report_head, report_words
 from lifetrace.analysis.memory import memory
 from lifetrace.analysis.report_verdict import time_parts
 from lifetrace.analysis.trace import Trace
@@ -153,7 +153,7 @@ def test_without_ceilings_nothing_is_claimed(tmp_path):
 
 def test_a_row_holds_roof_and_lost_time_of_a_step(tmp_path):
     trace = judged(tmp_path / "t")
-    rows = {row.block.key: row for row in report_words.stage_rows(trace, blocks.step_times(trace), judge(trace))}
+    rows = {row.block.key: row for row in report_words.stage_rows(trace, judge(trace))}
     attention, mlp = rows["attention"].decode, rows["mlp"].decode
     assert (attention.time_ns, attention.roof_ns, attention.lost_ns) == (3.5 * MS, 1 * MS, 2.5 * MS)
     assert (attention.bound, mlp.bound) == ("memory 29%", "compute 57%")

@@ -418,13 +418,13 @@ class TestView:
 
     def test_cells(self, tmp_path):
         found = judge(read_trace(prefill_and_decode(tmp_path, ceilings=DEVICE)))
-        assert bound_cell(found.stage("prefill", "layer")) == "compute 80.0%"
-        assert bound_cell(found.stage("decode", "layer")) == "memory 50.1%"
+        assert bound_cell(found.stage("prefill", "layer")) == "compute 80%"
+        assert bound_cell(found.stage("decode", "layer")) == "memory 50%"
         assert bound_cell(None) == "–"
 
     def test_no_efficiency_above_the_roof_goes_unflagged(self, tmp_path):
         found = judge(read_trace(prefill_and_decode(tmp_path, ceilings=fake_ceilings(peak=500 * GIGA))))
-        assert bound_cell(found.stage("prefill", "layer")) == "compute 160.0% (!)"
+        assert bound_cell(found.stage("prefill", "layer")) == "compute 160% (!)"
 
 
 class TestThresholds:
