@@ -11,17 +11,19 @@ range (`tracer.counts`).
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
 from .attach import HOOK_DICTS, compiled_regions, device_of, on_calls, without_hooks
 from .counting import CallCount, CallTree, CountingMode, ForwardCount, causal_pairs, storage_id
 from .kvcache import CACHE_ARGUMENTS, LayerKV, find_cache, positions, read
+from .live_bytes import LiveBytes
 from .operators import OperatorMode
 from .recorder import Signature
 
@@ -165,6 +167,23 @@ class Runner:
             with on_calls(self.model, tree.enter, tree.leave), mode:
                 self._call(inputs, cache, signature.use_cache)
 
+    @torch.no_grad()
+    def live(self, signature: Signature, kv_len_before: int, masked: bool = False) -> tuple[LiveBytes, Any]:
+        """Follow the live bytes of one forward with the model's own attention; returns them and the cache after it.
+
+        On meta tensors fused operators make their output alone, as their kernels do.
+        """
+        fused = FusedOperators() if self.device.type == "meta" else nullcontext()
+        with fused:
+            cache = self._cache(signature, kv_len_before, masked)
+            inputs = self._inputs(signature, signature.q_len) | {"logits_to_keep": signature.head_positions}
+            if masked:
+                inputs["attention_mask"] = self._mask(signature, kv_len_before + signature.q_len)
+            with LiveBytes(self.model) as live:
+                output = self._call(inputs, cache, signature.use_cache)
+        found = find_cache(output)
+        return live, found if found is not None else cache
+
     def _mask(self, signature: Signature, length: int) -> torch.Tensor:
         return torch.ones(signature.batch, length, dtype=torch.long, device=self.device)
 
@@ -231,6 +250,33 @@ class Runner:
             return causal_pairs(q_len, keys - q_len) if causal else q_len * keys
         window, chunk = reach(module, self.model.config)
         return min(causal_pairs(q_len, before, window, chunk), q_len * keys)
+
+
+GROUPED_PRODUCTS = tuple(
+    function
+    for function in (getattr(nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if function is not None
+)
+
+
+class FusedOperators(TorchFunctionMode):
+    """Stands in, on meta tensors, for fused operators that torch takes apart there or refuses in some dtypes.
+
+    Each makes its output alone, as its kernels do: attention lays it out with the queries before
+    the heads; grouped products of [rows, k] with [groups, k, n] give [rows, n].
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run any other function; of these make the output."""
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            query, width = named["query"], named["value"].shape[-1]
+            *batch, heads, q_len, _ = query.shape
+            return query.new_empty((*batch, q_len, heads, width)).transpose(-2, -3)
+        if func in GROUPED_PRODUCTS:
+            return args[0].new_empty((args[0].shape[0], args[1].shape[-1]))
+        return func(*args, **kwargs)
 
 
 def _same_states(filled: tuple[LayerKV, ...], noted: tuple[LayerKV, ...]) -> bool:

@@ -8,8 +8,11 @@ from typing import Any
 import click
 
 from .commands.calibrate import calibrate
+from .commands.compare import compare
+from .commands.exec import exec_
 from .commands.explain import explain
 from .commands.export import export
+from .commands.plan import plan
 from .commands.report import report
 from .commands.run import run
 from .commands.show import show
@@ -55,5 +58,5 @@ def main() -> None:
     """
 
 
-for command in (run, show, explain, report, export, calibrate):
+for command in (run, exec_, show, explain, compare, report, export, calibrate, plan):
     main.add_command(command)

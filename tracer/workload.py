@@ -137,6 +137,22 @@ def refuse_unless_causal(config: Any, name: str) -> None:
         raise ModelError(f"{name} is of type {config.model_type}, which has no causal language model. {supported}")
 
 
+def model_config(source: ModelSource) -> Any:
+    """The config of a causal language model, quietly; catalogue names count where the weights may be random.
+
+    Raises:
+        ModelError: it cannot be found, or is no causal language model.
+        UsageError: the config file is none.
+    """
+    import transformers.utils.logging
+
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    config = _config(source)
+    refuse_unless_causal(config, source.name)
+    return config
+
+
 def _location(source: ModelSource) -> tuple[str, dict[str, Any]]:
     """Where from_pretrained finds the model, and the arguments that go with it."""
     options: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
