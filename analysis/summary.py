@@ -40,6 +40,7 @@ class Summary:
     flops_decode: int | None
     peak_memory_bytes: int | None
     memory: Memory | None
+    post_mortem: dict[str, Any] | None
     overhead: dict[str, Any] | None
     uncounted: list[dict[str, Any]] | None
     notes: list[str]
@@ -87,6 +88,7 @@ def summarize(trace: Trace) -> Summary:
         flops_decode=_flops(trace, "decode"),
         peak_memory_bytes=max((v for v in steps["mem_peak_bytes"].to_pylist() if v is not None), default=None),
         memory=memory(trace),
+        post_mortem=meta.get("post_mortem"),
         overhead=meta.get("overhead"),
         uncounted=meta.get("uncounted"),
         notes=[*(meta.get("notes") or []), *verdicts.notes, *_doubts(trace)],

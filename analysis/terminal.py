@@ -10,6 +10,7 @@ from . import units
 from .breakdown import StageTime
 from .latency import Latency
 from .operators import OperatorTime
+from .post_mortem import post_mortem_words
 from .roofline import StageVerdict
 from .schema import PHASES
 from .summary import Summary
@@ -166,6 +167,8 @@ def print_summary(summary: Summary, console: Console) -> None:
         console.print(Panel(Text(printable(text)), title="generated", title_align="left", box=box.ROUNDED))
     if summary.status != "complete":
         console.print(Text(f"This run is {summary.status}; what follows is what was recorded.", style="bold yellow"))
+    for sentence in post_mortem_words(summary.post_mortem) if summary.post_mortem else ():
+        console.print(Text(printable(sentence), style="bold"))
     console.print(_grid(lead_rows(summary.verdicts)))
     console.print()
     console.print(_grid(summary_rows(summary)))

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from .analysis.trace import Trace, read_trace
     from .errors import LifetraceError, ModelError, RunError, TraceError, UsageError
     from .everywhere import trace_all
-    from .session import trace
+    from .tracing import trace
 
 _HOMES = {
-    "trace": "session",
+    "trace": "tracing",
     "trace_all": "everywhere",
     "read_trace": "analysis.trace",
     "Trace": "analysis.trace",

@@ -23,3 +23,7 @@ class RunError(LifetraceError):
     """A run that began and could not be finished: no memory left, disk full."""
 
     exit_code = 1
+
+
+class Interrupted(RunError):
+    """A run that the user ended; what was to come after it does not begin."""

@@ -162,6 +162,7 @@ class trace_all(ContextDecorator):
             return None
 
     def _new_session(self, model: Any) -> "Session":
+        from .post_mortem import post_mortem
         from .session import Options, Session, default_folder
 
         asked = self._recording
@@ -170,6 +171,7 @@ class trace_all(ContextDecorator):
         if self._sessions and asked.out is not None:
             path = path.with_name(f"{path.name}-{len(self._sessions) + 1}")
         session = Session(model, path, options, facts={"command": self.command}, force=asked.force)
+        session.on_out_of_memory = post_mortem
         session.start_automatic()
         self._sessions.append(session)
         return session

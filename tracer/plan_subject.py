@@ -40,9 +40,13 @@ class Dimensions:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked. Null takes the trace's, else the default; `prompt_length` follows `context`."""
+    """What is asked. Null takes the trace's, else the default; `prompt_length` follows `context`.
+
+    `config` is that of a model at hand, in place of a name.
+    """
 
     model: str | None = None
+    config: Any = None
     dimensions: Dimensions = Dimensions()
     dtype: str | None = None
     kv_dtype: str | None = None
@@ -82,6 +86,8 @@ def find_subject(request: Request) -> Subject:
     Raises:
         UsageError, ModelError: there is none, or both a model and dimensions.
     """
+    if request.config is not None:
+        return Subject(getattr(request.config, "name_or_path", "") or "the model", "config", request.config)
     if request.model is None:
         return _from_dimensions(request.dimensions)
     if request.dimensions.given:

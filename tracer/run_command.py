@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from lifetrace.errors import LifetraceError, RunError, UsageError
+from lifetrace.analysis.post_mortem import post_mortem_words
+from lifetrace.errors import Interrupted, LifetraceError, RunError, UsageError
 from lifetrace.hooks.memory import peak_reader
 
 from . import logprobs, workload
+from .post_mortem import post_mortem
 from .session import Options, Session, jsonable, new_folder, status_of
 from .workload import Loaded, ModelSource, Prompts, first_line
 from .writer import prepare_folder, remove_trace
@@ -40,6 +42,7 @@ class RunSettings:
     logprobs: int | None = None
     ops: bool = False
     memory: bool = True
+    memory_limit_bytes: int | None = None
     out: Path | None = None
     force: bool = False
 
@@ -65,14 +68,21 @@ def run(settings: RunSettings, progress: Progress) -> Path:
     progress(f"loading {settings.source.name}")
     with _empty_folder_removed(path):
         loaded = workload.load(settings.source)
+    record(settings, loaded, path, progress)
+    return path
+
+
+def record(settings: RunSettings, loaded: Loaded, path: Path, progress: Progress) -> None:
+    """Trace the run of a model that is loaded already into a prepared folder; raises as `run` does."""
+    with _empty_folder_removed(path):
         workload.check_prompts(settings.prompts, loaded)
         inputs = workload.encode(settings.prompts, loaded)
         workload.check_length(loaded, inputs["input_ids"].shape[1], settings.max_new_tokens)
         session = Session(loaded.model, path, settings.options, loaded.tokenizer, _facts(settings, loaded))
+        session.on_out_of_memory = post_mortem
         if loaded.tokenizer is None:
             session.findings.append("this model has no tokenizer: each byte of the prompt was taken as a token")
     _trace(settings, loaded, session, progress)
-    return path
 
 
 @contextlib.contextmanager
@@ -108,7 +118,7 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
     untraced: list[Generated] = []
     traced: list[Generated] = []
     try:
-        warmed = _warm_up(settings, loaded, progress)
+        warmed = _warm_up(settings, loaded, session, progress)
         _alternate(settings, loaded, session, progress, untraced, traced)
         session.facts["overhead"] = overhead(untraced, traced) if settings.baseline else None
         if settings.memory:
@@ -130,7 +140,7 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
             raise
         if isinstance(error, KeyboardInterrupt):
             path = session.path
-            raise RunError(f"Interrupted; {path} holds what was recorded before: lifetrace show {path}") from None
+            raise Interrupted(f"Interrupted; {path} holds what was recorded before: lifetrace show {path}") from None
         if _refused(error, warmed + untraced + traced):
             remove_trace(session.path)
             session.path.rmdir()
@@ -151,17 +161,36 @@ def _refused(error: BaseException, done: list[Generated]) -> bool:
 def _run_error(error: BaseException, session: Session) -> RunError:
     rest = f"The trace in {session.path} holds what was recorded before."
     if status_of(error) == "oom":
-        remedy = "Try a shorter prompt, a smaller batch or a smaller --dtype."
-        return RunError(f"The run ran out of memory: {first_line(error)}. {rest} {remedy}")
+        found = session.manifest.get("post_mortem")
+        what = " ".join(post_mortem_words(found)) if found else f"The run ran out of memory: {first_line(error)}."
+        return RunError(f"{what} {rest}")
     return RunError(f"The run failed with {type(error).__name__}: {first_line(error)}. {rest}")
 
 
-def _warm_up(settings: RunSettings, loaded: Loaded, progress: Progress) -> list[Generated]:
-    done = []
-    for number in range(settings.warmup):
-        progress(f"warming up {number + 1}/{settings.warmup}")
+def _warm_up(settings: RunSettings, loaded: Loaded, session: Session, progress: Progress) -> list[Generated]:
+    """Generate unrecorded; the first time so that a failure is known by its place, and within the memory limit."""
+    done: list[Generated] = []
+
+    def generate() -> None:
         done.append(_generate(settings, loaded, workload.encode(settings.prompts, loaded)))
+
+    limit = _limit_memory(settings.memory_limit_bytes, loaded.device)
+    if limit is not None or settings.warmup:
+        progress("trying whether it fits" if limit is not None else f"warming up 1/{settings.warmup}")
+        session.rehearse(generate, limit)
+    for number in range(1, settings.warmup):
+        progress(f"warming up {number + 1}/{settings.warmup}")
+        generate()
     return done
+
+
+def _limit_memory(limit_bytes: int | None, device: torch.device) -> int | None:
+    """Set the limit on CUDA's allocator; return it where it must be watched tensor by tensor instead."""
+    if limit_bytes is None or device.type != "cuda":
+        return limit_bytes
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+    return None
 
 
 def _alternate(

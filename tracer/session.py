@@ -4,18 +4,17 @@ import dataclasses
 import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter_ns
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 import torch
 
 from lifetrace.analysis import schema
-from lifetrace.analysis.trace import Trace, read_trace
 from lifetrace.errors import LifetraceError, ModelError, RunError, UsageError
 from lifetrace.hooks import generation, inventory, kernels, memory, stages
 from lifetrace.hooks.attach import DETAILS, LOOP_SLOTS, Attachment, Slot, compiled_regions, device_of, slots_for
@@ -27,8 +26,9 @@ from lifetrace.hooks.replay import Replayer, ReplayError
 from . import calibrate, environment
 from .cold import ColdWatch
 from .counts import Completion, WorkLog, set_column
+from .failure import Failure, failure_of
 from .logprobs import Sequence, TokenKey
-from .peak_memory import peak_facts
+from .peak_memory import composition, peak_facts
 from .stage_memory import StageMemory
 from .stage_ops import StageOps, chosen_steps
 from .steps import StepReader, is_top, table_of
@@ -63,7 +63,7 @@ class Options:
 
 
 # Sessions that were begun on a program's behalf, by the identity of their model.
-_automatic: dict[int, "Session"] = {}
+automatic: dict[int, "Session"] = {}
 
 
 class Session:
@@ -118,6 +118,10 @@ class Session:
         self.uncountable: list[str] = []
         self.findings: list[str] = []
         self.loose_spans: list[dict[str, Any]] = []
+        self.failure: Failure | None = None
+        self.memory_limit_bytes: int | None = None
+        self.pieces_at_failure: dict[str, int] | None = None
+        self.on_out_of_memory: Callable[[Session, BaseException], dict[str, Any]] | None = None
         self.token_details: dict[TokenKey, dict[str, Any]] = {}
         self.origin_ns = 0
         self.manifest: dict[str, Any] = {}
@@ -139,7 +143,7 @@ class Session:
         """Start on a program's behalf: a trace that the program itself asks for of this model takes it over."""
         self.recorder.refuses_batches = False
         self.start()
-        _automatic[id(self.model)] = self
+        automatic[id(self.model)] = self
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Give the tokens their text by a tokenizer that was found later."""
@@ -148,7 +152,7 @@ class Session:
 
     def end_automatic(self) -> None:
         """Give the model free; nothing takes it over any more."""
-        _automatic.pop(id(self.model), None)
+        automatic.pop(id(self.model), None)
 
     def attach(self) -> None:
         """Put on the hooks."""
@@ -171,9 +175,16 @@ class Session:
         self.recorder.hand_ends(reached_head=False)
         self.detach()
         self.recorder.flush()
+        if status == "oom" and error is not None:
+            self._guarded(lambda: self._explain_failure(error))
         self._guarded(lambda: self._complete(status))
         self._guarded(lambda: self._find_ceilings(status == "complete", progress))
         self._guarded(lambda: self._close(status, error))
+
+    def _explain_failure(self, error: BaseException) -> None:
+        """Ask what is above us what a run that ran out of memory was about, and what would have fitted."""
+        if self.on_out_of_memory is not None:
+            self.facts["post_mortem"] = self.on_out_of_memory(self, error)
 
     def _find_ceilings(self, may_measure: bool, progress: calibrate.Progress) -> None:
         """Note the device's ceilings, so that a stored trace keeps its verdict; a run that failed measures none."""
@@ -227,6 +238,36 @@ class Session:
         )
         attachment = Attachment(self.model, self.slots, recorder)
         self._once_more(work, recorder, attachment, attachment.toggle)
+
+    def rehearse(self, work: Callable[[], object], limit_bytes: int | None = None) -> None:
+        """Do the work without recording it, but so that one which fails is known by its place.
+
+        With a limit the live tensor bytes are followed, and beyond it the work runs out of memory as
+        on a device of that size: slow, and exact about what was held.
+        """
+        recorder = Recorder(
+            HostTape(), self._note_failure, memory.allocator_reader(self.device), wants=self.options.wants
+        )
+        attachment = Attachment(self.model, self.slots, recorder)
+        if limit_bytes is None:
+            self._once_more(work, recorder, attachment, attachment.toggle)
+            return
+        self.memory_limit_bytes = limit_bytes
+        try:
+            with LiveBytes(self.model, keep_calls=False, limit_bytes=limit_bytes) as live:
+                self._once_more(work, recorder, attachment, attachment.toggle)
+        except torch.OutOfMemoryError:
+            self.pieces_at_failure = self._kinds(live)
+            raise
+
+    def _kinds(self, live: LiveBytes) -> dict[str, int]:
+        """Live bytes of each kind at the highest moment."""
+        config = self.model.config.get_text_config(decoder=True)
+        modules = inventory.inventory(self.model, self.lifecycle)
+        kinds: Counter[str] = Counter()
+        for piece in composition(live.peak, modules, self.lifecycle, config):
+            kinds[piece["kind"]] += piece["bytes"]
+        return dict(kinds.most_common())
 
     def measure_live_bytes(self, work: Callable[[], object]) -> None:
         """Do the same work once more, untimed, and follow the live tensor bytes: what the highest moment is made of.
@@ -296,6 +337,7 @@ class Session:
         self._guarded(lambda: self._write(steps))
 
     def _write(self, steps: list[Step]) -> None:
+        self._note_failure(steps)
         rows = self.reader.read(steps, [step.detailed for step in steps], memory.rss_bytes())
         self.tokens.note(steps, rows.steps)
         self.work.note(steps)
@@ -304,6 +346,11 @@ class Session:
         self.writer.part("steps", rows.steps)
         self.writer.part("spans", pa.concat_tables([self._loose(), rows.spans]).unify_dictionaries())
         self.writer.part("kv", rows.kv)
+
+    def _note_failure(self, steps: list[Step]) -> None:
+        failed = [step for step in steps if step.failed and step.call.error is not None]
+        if failed:
+            self.failure = failure_of(failed[-1], self.slots)
 
     def _note_times(self, steps: list[Step], rows: pa.Table) -> None:
         for step, wall_ns in zip(steps, rows["wall_ns"].to_pylist(), strict=True):
@@ -550,96 +597,6 @@ def folder_name(model_id: str) -> str:
     last = model_id.rstrip("/").rsplit("/", 1)[-1]
     safe = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "-" for c in last).strip(".-") or "model"
     return f"{datetime.now():%Y%m%d-%H%M%S}-{safe[:60]}"
-
-
-class trace:
-    """Trace every generate of a model inside a `with` block.
-
-    Example::
-
-        with lifetrace.trace(model, tokenizer=tokenizer) as trace:
-            model.generate(**inputs, max_new_tokens=32)
-        trace.steps  # a pandas DataFrame
-
-    Args:
-        model: a causal language model of transformers, or a wrapper around one.
-        out: the folder to write; by default `traces/<time>-<model>`.
-        tokenizer: gives the tokens their text; without one `tokens.text` is null.
-        detail: `layer`, `block` or `module`.
-        every: record spans and KV of each Nth step of a call.
-        steps: (first, last) of the steps of a call whose spans are recorded, last excluded.
-        force: replace an older trace in `out`.
-
-    Raises:
-        ModelError: the model is not one that lifetrace traces, or is being traced already.
-        TraceError: the folder cannot be written or is not empty.
-        UsageError: a setting that cannot be.
-
-    The block's own exception goes on unchanged; the trace then has status `failed`,
-    `interrupted` or `oom`. After the block the object has `steps`, `spans`, `kv`, `tokens`,
-    `modules`, `products`, `meta` and `path`, as `lifetrace.read_trace` gives them.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        out: str | Path | None = None,
-        tokenizer: Any = None,
-        *,
-        detail: str = "block",
-        every: int = 1,
-        steps: tuple[int, int | None] = (0, None),
-        force: bool = False,
-    ) -> None:
-        path = Path(out) if out is not None else default_folder(model)
-        options = Options(detail, every, steps[0], steps[1])
-        self._session = Session(model, path, options, tokenizer, force=force)
-        self._trace: Trace | None = None
-        self._finished = False
-
-    @property
-    def path(self) -> Path:
-        """The folder of the trace."""
-        return self._session.path
-
-    def __enter__(self) -> Self:
-        self._outer = _automatic.get(id(self._session.model))
-        if self._outer is not None:
-            self._outer.detach()
-        self._session.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._session.finish(status_of(error), error)
-        if self._outer is not None:
-            self._outer.attach()
-        self._finished = True
-        for fault in self._session.faults:
-            import warnings
-
-            warnings.warn(f"lifetrace: {fault}", stacklevel=2)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._stored(), name)
-
-    def __repr__(self) -> str:
-        return repr(self._stored()) if self._finished else f"<trace of {self.path}, recording>"
-
-    def _repr_html_(self) -> str:
-        return self._stored()._repr_html_()
-
-    def _stored(self) -> Trace:
-        """What was written: remembered once the block has ended, read anew while it goes."""
-        if self._trace is None:
-            trace = read_trace(self._session.path)
-            if not self._finished:
-                return trace
-            self._trace = trace
-        return self._trace
 
 
 def status_of(error: BaseException | None) -> str:

@@ -4,9 +4,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from lifetrace.errors import UsageError
+
+if TYPE_CHECKING:
+    from lifetrace.workload import ModelSource
 
 
 class GroupedCommand(click.Command):
@@ -36,6 +41,174 @@ def option(group: str, *names: str, **settings: Any) -> Callable[[Any], Any]:
     """Declare an option under a heading, with its default in the help."""
     settings.setdefault("show_default", settings.get("default") is not None and not settings.get("is_flag"))
     return click.option(*names, cls=GroupedOption, group=group, **settings)
+
+
+def together(*several: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Declare several options, in this order."""
+
+    def declare(command: Any) -> Any:
+        for one in reversed(several):
+            command = one(command)
+        return command
+
+    return declare
+
+
+# -- what `run` and `sweep` are both told ----------------------------------------------------------
+
+prompt_options = together(
+    option(
+        "Prompt",
+        "--prompt",
+        "prompts",
+        multiple=True,
+        metavar="TEXT",
+        help="What to continue; repeat it for a batch. `-` reads stdin.",
+    ),
+    option(
+        "Prompt",
+        "--prompt-file",
+        "prompt_files",
+        multiple=True,
+        metavar="FILE",
+        help="A file whose whole text is a prompt; may be repeated.",
+    ),
+    option("Prompt", "--chat/--no-chat", default=False, help="Put the prompt through the model's chat template."),
+)
+
+model_options = together(
+    option(
+        "Model",
+        "--model",
+        default="demo",
+        metavar="NAME",
+        help="A hub id, a folder, a .gguf file, or the embedded `demo`.",
+    ),
+    option("Model", "--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
+    option(
+        "Model",
+        "--weights",
+        type=click.Choice(["trained", "random"]),
+        default="trained",
+        help="`random` needs only the config: speed does not depend on the values.",
+    ),
+    option(
+        "Model",
+        "--config",
+        "config_file",
+        metavar="FILE",
+        help="With --weights random: the config.json of the architecture.",
+    ),
+    option(
+        "Model", "--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N. auto: CUDA if there."
+    ),
+    option(
+        "Model", "--device-map", metavar="MAP", help="Spread the model over devices: auto, or JSON of module to device."
+    ),
+    option(
+        "Model",
+        "--trust-remote-code",
+        is_flag=True,
+        help="Run code that the model's repository brings. Only if you trust it.",
+    ),
+)
+
+generate_options = together(
+    option("Generation", "--seed", type=int, default=0, metavar="N", help="Seed of every generate."),
+    option(
+        "Generation",
+        "--set",
+        "pairs",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Any other setting of generate(), such as repetition_penalty=1.1.",
+    ),
+)
+
+measuring_options = together(
+    option(
+        "Recording",
+        "--memory/--no-memory",
+        default=True,
+        help="Also generate once more, untimed, to see what memory is held for.",
+    ),
+    option(
+        "Recording",
+        "--warmup",
+        type=click.IntRange(min=0),
+        default=1,
+        metavar="N",
+        help="Generate N times first, unrecorded.",
+    ),
+    option(
+        "Recording",
+        "--repeats",
+        type=click.IntRange(min=1),
+        default=3,
+        metavar="N",
+        help="Trace the same generate N times.",
+    ),
+    option(
+        "Recording",
+        "--baseline/--no-baseline",
+        default=True,
+        help="Also generate untraced in turn, to show what tracing costs and that tokens agree.",
+    ),
+)
+
+
+def detail_option(default: str) -> Callable[[Any], Any]:
+    """How deep to record."""
+    return option(
+        "Recording",
+        "--detail",
+        type=click.Choice(["layer", "block", "module"]),
+        default=default,
+        help="Whole layers; with norm, attention, MLP; or every module.",
+    )
+
+
+def model_source(given: dict[str, Any], dtype: str, attention: str | None) -> "ModelSource":
+    """The model that the options name.
+
+    Raises:
+        UsageError: a config was given for weights that are trained.
+    """
+    from lifetrace.workload import ModelSource
+
+    if given["config_file"] and given["weights"] != "random":
+        raise UsageError("--config describes a model without weights; add --weights random.")
+    return ModelSource(
+        model=given["model"],
+        revision=given["revision"],
+        random_weights=given["weights"] == "random",
+        config_file=given["config_file"],
+        dtype=dtype,
+        device=given["device"],
+        device_map=given["device_map"],
+        attention=attention,
+        trust_remote_code=given["trust_remote_code"],
+    )
+
+
+def prompt_texts(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:
+    """The prompts in full, `-` read from stdin and files from disk; the example where none is given."""
+    texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
+    for file in files:
+        try:
+            texts.append(_read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"The prompt file {file} cannot be read: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"The prompt file {file} is not UTF-8 text.") from None
+    return texts or ["The physical hardware limits"]
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError("What came on stdin is not UTF-8 text.") from None
 
 
 def steps_range(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int | None]:

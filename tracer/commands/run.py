@@ -1,6 +1,5 @@
 """`lifetrace run`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,29 +7,28 @@ import click
 
 from lifetrace.errors import UsageError
 
-from .options import GroupedCommand, option, print_trace, progress, steps_range, write_trace_report
+from .options import (
+    GroupedCommand,
+    detail_option,
+    generate_options,
+    measuring_options,
+    model_options,
+    model_source,
+    option,
+    print_trace,
+    progress,
+    prompt_options,
+    prompt_texts,
+    steps_range,
+    write_trace_report,
+)
 
 if TYPE_CHECKING:
     from lifetrace.run_command import RunSettings
 
 
 @click.command(cls=GroupedCommand, short_help="Generate, and trace every stage of it.")
-@option(
-    "Prompt",
-    "--prompt",
-    "prompts",
-    multiple=True,
-    metavar="TEXT",
-    help="What to continue; repeat it for a batch. `-` reads stdin.",
-)
-@option(
-    "Prompt",
-    "--prompt-file",
-    "prompt_files",
-    multiple=True,
-    metavar="FILE",
-    help="A file whose whole text is a prompt; may be repeated.",
-)
+@prompt_options
 @option(
     "Prompt",
     "--prompt-length",
@@ -39,25 +37,7 @@ if TYPE_CHECKING:
     help="Repeat or cut each prompt to exactly N tokens.",
 )
 @option("Prompt", "--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Give each prompt N times.")
-@option("Prompt", "--chat/--no-chat", default=False, help="Put the prompt through the model's chat template.")
-@option(
-    "Model", "--model", default="demo", metavar="NAME", help="A hub id, a folder, a .gguf file, or the embedded `demo`."
-)
-@option("Model", "--revision", metavar="REV", help="Branch, tag or commit of a hub model.")
-@option(
-    "Model",
-    "--weights",
-    type=click.Choice(["trained", "random"]),
-    default="trained",
-    help="`random` needs only the config: speed does not depend on the values.",
-)
-@option(
-    "Model",
-    "--config",
-    "config_file",
-    metavar="FILE",
-    help="With --weights random: the config.json of the architecture.",
-)
+@model_options
 @option(
     "Model",
     "--dtype",
@@ -65,22 +45,12 @@ if TYPE_CHECKING:
     default="auto",
     help="auto: as stored; float32 on a CPU.",
 )
-@option("Model", "--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N. auto: CUDA if there.")
-@option(
-    "Model", "--device-map", metavar="MAP", help="Spread the model over devices: auto, or JSON of module to device."
-)
 @option(
     "Model",
     "--attn-implementation",
     "attention",
     metavar="NAME",
     help="eager, sdpa, flash_attention_2, …  [default: the model's]",
-)
-@option(
-    "Model",
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run code that the model's repository brings. Only if you trust it.",
 )
 @option(
     "Generation",
@@ -119,7 +89,6 @@ if TYPE_CHECKING:
     help="Draw among the likeliest tokens that make up P. Implies --sample.",
 )
 @option("Generation", "--num-beams", type=click.IntRange(min=1), metavar="N", help="Beam search with N beams.")
-@option("Generation", "--seed", type=int, default=0, metavar="N", help="Seed of every generate.")
 @option(
     "Generation",
     "--cache-implementation",
@@ -133,21 +102,8 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Recompute all positions at each step, to see what the cache saves.",
 )
-@option(
-    "Generation",
-    "--set",
-    "pairs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Any other setting of generate(), such as repetition_penalty=1.1.",
-)
-@option(
-    "Recording",
-    "--detail",
-    type=click.Choice(["layer", "block", "module"]),
-    default="block",
-    help="Whole layers; with norm, attention, MLP; or every module.",
-)
+@generate_options
+@detail_option("block")
 @option(
     "Recording",
     "--every",
@@ -165,9 +121,9 @@ if TYPE_CHECKING:
 )
 @option(
     "Recording",
-    "--memory/--no-memory",
-    default=True,
-    help="Also generate once more, untimed, to see what memory is held for.",
+    "--memory-limit",
+    metavar="SIZE",
+    help="Run out of memory beyond this, such as 2GB, as a smaller device would, and say what would fit.",
 )
 @option(
     "Recording",
@@ -176,28 +132,7 @@ if TYPE_CHECKING:
     metavar="K",
     help="Also record log-probability, entropy and the K likeliest tokens.",
 )
-@option(
-    "Recording",
-    "--warmup",
-    type=click.IntRange(min=0),
-    default=1,
-    metavar="N",
-    help="Generate N times first, unrecorded.",
-)
-@option(
-    "Recording",
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=3,
-    metavar="N",
-    help="Trace the same generate N times.",
-)
-@option(
-    "Recording",
-    "--baseline/--no-baseline",
-    default=True,
-    help="Also generate untraced in turn, to show what tracing costs and that tokens agree.",
-)
+@measuring_options
 @option(
     "Output",
     "--out",
@@ -225,25 +160,14 @@ def run(as_json: bool, report: bool, **given: Any) -> None:
 
 
 def _run_settings(given: dict[str, Any]) -> "RunSettings":
+    from lifetrace.plan_subject import parse_bytes
     from lifetrace.run_command import RunSettings
     from lifetrace.session import Options
-    from lifetrace.workload import ModelSource, Prompts, parse_settings
+    from lifetrace.workload import Prompts, parse_settings
 
-    if given["config_file"] and given["weights"] != "random":
-        raise UsageError("--config describes a model without weights; add --weights random.")
-    texts = _prompt_texts(given["prompts"], given["prompt_files"])
+    texts = prompt_texts(given["prompts"], given["prompt_files"])
     return RunSettings(
-        source=ModelSource(
-            model=given["model"],
-            revision=given["revision"],
-            random_weights=given["weights"] == "random",
-            config_file=given["config_file"],
-            dtype=given["dtype"],
-            device=given["device"],
-            device_map=given["device_map"],
-            attention=given["attention"],
-            trust_remote_code=given["trust_remote_code"],
-        ),
+        source=model_source(given, given["dtype"], given["attention"]),
         prompts=Prompts(
             tuple(text for text in texts for _ in range(given["batch"])), given["chat"], given["prompt_length"]
         ),
@@ -257,29 +181,10 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
         logprobs=given["logprobs"],
         ops=given["ops"],
         memory=given["memory"],
+        memory_limit_bytes=parse_bytes(given["memory_limit"]) if given["memory_limit"] else None,
         out=given["out"],
         force=given["force"],
     )
-
-
-def _prompt_texts(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:
-    """The prompts in full, `-` read from stdin and files from disk; the example where none is given."""
-    texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
-    for file in files:
-        try:
-            texts.append(_read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"The prompt file {file} cannot be read: {error.strerror}.") from None
-        except UnicodeDecodeError:
-            raise UsageError(f"The prompt file {file} is not UTF-8 text.") from None
-    return texts or ["The physical hardware limits"]
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError:
-        raise UsageError("What came on stdin is not UTF-8 text.") from None
 
 
 def _generation(given: dict[str, Any]) -> dict[str, Any]:
