@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from .memory_plan import PredictionRow, Quantity, predictions
 from .trace import Trace
 
 PERSISTENT = ("weights", "buffers", "kv", "inputs")
@@ -87,6 +88,30 @@ def memory(trace: Trace) -> Memory | None:
         slack_bytes=reserved - allocator if reserved is not None and allocator is not None else None,
         process_bytes=_highest(trace, "rss_bytes"),
     )
+
+
+def predicted(trace: Trace) -> list[PredictionRow]:
+    """What was planned beside what was measured: weights, KV, logits, peak; none where nothing was planned."""
+    facts = trace.meta.get("predictions")
+    if not facts:
+        return []
+    quantities = [Quantity(**row) for row in facts["rows"]]
+    found = memory(trace)
+    measured = {
+        "weights": (trace.meta.get("model") or {}).get("weight_bytes"),
+        "kv": _last_kv(trace),
+        "logits": found.by_kind().get("logits") if found is not None else None,
+        "peak": found.peak_bytes if found is not None else None,
+    }
+    return predictions(quantities, measured)
+
+
+def _last_kv(trace: Trace) -> int | None:
+    """Bytes of the cache after the last main step of the trace."""
+    steps = trace.table("steps").select(["step", "role", "discarded", "kv_bytes"]).to_pylist()
+    rows = [row for row in steps if row["role"] == "main" and not row["discarded"]]
+    last = max(rows, key=lambda row: row["step"], default=None)
+    return last["kv_bytes"] if last is not None else None
 
 
 def _piece(row: dict[str, Any], peak_bytes: int) -> Piece:

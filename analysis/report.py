@@ -19,7 +19,7 @@ from . import blocks, report_head, report_words, units
 from .files import replacing
 from .kv_form import kv_form
 from .latency import latency
-from .memory import memory
+from .memory import memory, predicted
 from .operators import OperatorTime, operators
 from .report_data import json_block, page_data
 from .report_verdict import further_rows, parts_text, phase_panels
@@ -80,6 +80,7 @@ def render_report(trace: Trace) -> str:
         kv_words=report_words.kv_sentence(trace, kv_form(trace)),
         highest=highest,
         memory_pieces=report_words.memory_pieces(highest),
+        predictions=predicted(trace),
         modules=report_words.module_rows(trace),
         operators=shown,
         operators_left=len(operator_rows) - len(shown),

@@ -54,3 +54,10 @@ def share(fraction: float | None) -> str:
 def count(value: int | None) -> str:
     """A whole number with thousands separated."""
     return NONE if value is None else f"{value:,}"
+
+
+def duration(seconds: float) -> str:
+    """A span of time that a person waits: s, min or h, rounded to what an estimate is worth."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -543,21 +543,24 @@ def against(planner: Planner) -> tuple[memory.PredictionRow, ...]:
     return tuple(row for row in memory.predictions(predict(planner), measured) if row.measured is not None)
 
 
-def predict(planner: Planner) -> list[Quantity]:
-    """What a run of these settings is expected to hold and to compute, to be put beside what it does."""
+def predict_memory(planner: Planner) -> list[Quantity]:
+    """What a run of these settings is expected to hold, to be put beside what it does."""
     settings = planner.settings
     weights = planner._weights(planner.stored)
     kv = memory.kv_bytes(planner.kv_groups, settings.batch, settings.context)
     copies = 2 if settings.new_tokens > 1 else 1
     logits = memory.logit_bytes(settings.batch, planner.model.vocabulary, planner.stored.dtype, copies)
+    peak = memory.peak_bytes(weights.value or 0, planner.footprint)
+    return [replace(weights, key="weights"), kv, logits, peak]
+
+
+def predict(planner: Planner) -> list[Quantity]:
+    """What a run of these settings is expected to hold and to compute."""
     decode = [pair[0] for pair in planner.decode_flops]
     known = [flops for flops in decode if flops is not None]
     whole = sum(known) if len(known) == len(decode) else None
     return [
-        replace(weights, key="weights"),
-        kv,
-        logits,
-        memory.peak_bytes(weights.value or 0, planner.footprint),
+        *predict_memory(planner),
         Quantity("flops_prefill", "FLOPs of the prefill", planner.prefill_work.flops, "FLOP", "of the replayed step"),
         Quantity("flops_decode", f"FLOPs of {len(decode):,} decode steps", whole, "FLOP", "of the replayed steps"),
     ]

@@ -16,13 +16,18 @@ import torch
 from lifetrace.analysis.post_mortem import post_mortem_words
 from lifetrace.errors import Interrupted, LifetraceError, RunError, UsageError
 from lifetrace.hooks.memory import peak_reader
+from lifetrace.hooks.recorder import Call
 
 from . import logprobs, workload
+from .plan import Planner, predict_memory
+from .plan_subject import Request
 from .post_mortem import post_mortem
 from .session import Options, Session, jsonable, new_folder, status_of
 from .workload import Loaded, ModelSource, Prompts, first_line
 from .writer import prepare_folder, remove_trace
 
+# Settings of generate() that leave one forward a token over a growing cache, which is what is planned.
+PLANNED_SETTINGS = {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty"}
 Progress = Callable[[str], None]
 
 
@@ -127,6 +132,7 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
             if loaded.device.type == "cuda":
                 session.measure_memory(lambda: _generate(settings, loaded, inputs), peak_reader(loaded.device))
             session.measure_live_bytes(lambda: _generate(settings, loaded, inputs))
+            session.facts["predictions"] = _predictions(settings, loaded, session, inputs["input_ids"])
         if settings.ops:
             progress("profiling operators")
             inputs = workload.encode(settings.prompts, loaded)
@@ -150,6 +156,34 @@ def _trace(settings: RunSettings, loaded: Loaded, session: Session, progress: Pr
     session.finish("complete", progress=progress)
     if session.faults:
         raise session.faults[0]
+
+
+def _predictions(
+    settings: RunSettings, loaded: Loaded, session: Session, prompt: torch.Tensor
+) -> dict[str, Any] | None:
+    """What `plan` says that this run holds; null where it generates in a way that no plan is made of."""
+    call = session.recorder.calls[-1]
+    if set(settings.generation or {}) - PLANNED_SETTINGS or call.step_count != _new_positions(call, prompt):
+        return None
+    request = Request(
+        config=loaded.model.config,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        batch=prompt.shape[0],
+        prompt_length=prompt.shape[1],
+        max_new_tokens=call.step_count,
+        attention=getattr(loaded.model.config, "_attn_implementation", None),
+    )
+    try:
+        rows = predict_memory(Planner(request))
+    except LifetraceError as reason:
+        session.findings.append(f"what this run would hold could not be planned: {reason}")
+        return None
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def _new_positions(call: Call, prompt: torch.Tensor) -> int | None:
+    """Tokens that a call put behind its prompt: as many as its steps, where each gives one."""
+    return call.output_ids.shape[-1] - prompt.shape[1] if call.output_ids is not None else None
 
 
 def _refused(error: BaseException, done: list[Generated]) -> bool:

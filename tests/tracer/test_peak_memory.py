@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lifetrace.analysis import read_trace
-from lifetrace.analysis.memory import memory
+from lifetrace.analysis.memory import memory, predicted
+from lifetrace.cli import main
 from lifetrace.session import Options, Session
 from reference_model import R_SIZES
 
@@ -110,6 +112,25 @@ def test_what_is_held_after_the_run_is_named(model_r, prompt_12, tmp_path):
     held = memory(read_trace(tmp_path / "t")).held_after
     cache = [tensor for tensor in held if tensor["role"] == "kv"]
     assert sum(tensor["bytes"] for tensor in cache) == 4 * 14 * 2 * 32 * 4
+
+
+def test_what_was_planned_stands_beside_what_was_measured(tmp_path):
+    """The embedded model, 2,755,008 parameters in float32, 8 tokens and 5 new ones: 12 positions of 3,072 B."""
+    quick = ["--prompt-length", "8", "--max-new-tokens", "5", "--repeats", "1", "--no-baseline"]
+    ran = CliRunner().invoke(main, ["run", *quick, "--out", str(tmp_path / "t")])
+    assert ran.exit_code == 0, ran.output
+    rows = {row.key: row for row in predicted(read_trace(tmp_path / "t"))}
+    assert rows["weights"].predicted == rows["weights"].measured == 2_755_008 * 4
+    assert rows["kv"].predicted == rows["kv"].measured == 12 * 3_072
+    assert abs(rows["peak"].residual_share) < 0.05
+    page = (tmp_path / "t" / "report.html").read_text()
+    assert "KV at 12 positions, batch 1" in page
+
+
+def test_no_plan_is_made_of_beams(tmp_path):
+    quick = ["--num-beams", "2", "--max-new-tokens", "3", "--repeats", "1", "--no-baseline", "--no-report"]
+    assert CliRunner().invoke(main, ["run", *quick, "--out", str(tmp_path / "t")]).exit_code == 0
+    assert read_trace(tmp_path / "t").meta["predictions"] is None
 
 
 @pytest.mark.parametrize("command", [{}, {"detail": "layer"}])
