@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 from . import blocks, report_head, report_words, units
 from .files import replacing
 from .kv_form import kv_form
+from .kv_use import kv_use
 from .latency import latency
 from .memory import memory, predicted
 from .operators import OperatorTime, operators
@@ -77,7 +78,7 @@ def render_report(trace: Trace) -> str:
         has_logprobs=len(trace.table("tokens")["logprob"].drop_null()) > 0,
         has_ceilings=verdicts.ceilings_source is not None,
         layers=report_words.layer_count(trace),
-        kv_words=report_words.kv_sentence(trace, kv_form(trace)),
+        kv_words=report_words.kv_sentence(trace, kv_form(trace)) + report_words.kv_use_sentence(kv_use(trace)),
         highest=highest,
         memory_pieces=report_words.memory_pieces(highest),
         predictions=predicted(trace),

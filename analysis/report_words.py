@@ -12,6 +12,7 @@ from . import blocks, units
 from .blocks import Block, StepTimes, numbers
 from .breakdown import OWN, StageTime, breakdown, steps_per_call
 from .kv_form import KVForm
+from .kv_use import KVUse
 from .latency import Latency
 from .memory import Memory
 from .trace import Trace
@@ -207,6 +208,22 @@ def kv_sentence(trace: Trace, form: KVForm | None) -> str:
     if apart:
         return f"{text} The cache held something else after {apart:,} of {plural(int(both.sum()), 'step')}."
     return f"{text} The cache held exactly that after every step."
+
+
+def kv_use_sentence(use: KVUse | None) -> str:
+    """What of the cache is free, padding, or moved besides; nothing where there is none of it."""
+    if use is None:
+        return ""
+    parts = []
+    if use.unused_bytes:
+        parts.append(f"{units.byte_count(use.unused_bytes)} of its storage holds no position")
+    if use.padding_share:
+        parts.append(f"{units.share(use.padding_share)} of what it holds is padding")
+    if use.copied_bytes:
+        copied = f"over a call it moves {units.byte_count(use.copied_bytes)} besides, re-copying itself at each append"
+        twice = f", and holds a layer of {units.byte_count(use.double_bytes)} twice for a moment"
+        parts.append(copied + (twice if use.double_bytes else ""))
+    return f" At the end {'; '.join(parts)}." if parts else ""
 
 
 def module_rows(trace: Trace) -> list[ModuleRow]:

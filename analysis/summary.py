@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .breakdown import StageTime, breakdown, steps_per_call
+from .kv_use import KVUse, kv_use
 from .latency import Latency, latency
 from .memory import Memory, memory
 from .operators import OperatorTime, operators
@@ -36,6 +37,7 @@ class Summary:
     kv_bytes: int | None
     kv_allocated_bytes: int | None
     kv_positions: int | None
+    kv_use: KVUse | None
     flops_prefill: int | None
     flops_decode: int | None
     peak_memory_bytes: int | None
@@ -51,6 +53,7 @@ class Summary:
         return plain | {
             "verdicts": self.verdicts.to_json(),
             "latency": asdict(self.latency),
+            "kv_use": asdict(self.kv_use) if self.kv_use else None,
             "memory": memory_document(self.memory),
             "stages": [asdict(row) for row in self.stages],
             "operators": [asdict(row) for row in self.operators],
@@ -84,6 +87,7 @@ def summarize(trace: Trace) -> Summary:
         kv_bytes=last.get("kv_bytes"),
         kv_allocated_bytes=last.get("kv_allocated_bytes"),
         kv_positions=last.get("kv_len_after"),
+        kv_use=kv_use(trace),
         flops_prefill=_flops(trace, "prefill"),
         flops_decode=_flops(trace, "decode"),
         peak_memory_bytes=max((v for v in steps["mem_peak_bytes"].to_pylist() if v is not None), default=None),

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from . import units
 from .breakdown import StageTime
+from .kv_use import KVUse
 from .latency import Latency
 from .operators import OperatorTime
 from .post_mortem import post_mortem_words
@@ -105,7 +106,17 @@ def _kv(summary: Summary) -> str:
     text = f"{units.byte_count(summary.kv_bytes)} for {units.count(summary.kv_positions)} positions"
     if summary.kv_allocated_bytes not in (None, summary.kv_bytes):
         text += f", {units.byte_count(summary.kv_allocated_bytes)} allocated"
-    return text
+    return text + kv_use_words(summary.kv_use)
+
+
+def kv_use_words(use: KVUse | None) -> str:
+    """What of the cache is padding, and what it copied besides, where there is any."""
+    words = ""
+    if use is not None and use.padding_share:
+        words += f", {units.share(use.padding_share)} of it padding"
+    if use is not None and use.copied_bytes:
+        words += f"; {units.byte_count(use.copied_bytes)} moved besides by its own copying in a call"
+    return words
 
 
 def _memory(summary: Summary) -> str:

@@ -68,7 +68,7 @@ def test_eager_attention_writes_its_scores(tmp_path):
 
 
 def test_the_float32_copy_of_the_logits_is_seen(tmp_path):
-    """A vocabulary of 60,000 over a width of 64, in bfloat16, 8 sequences: logits of 8 × 60,000, and a copy in float32."""
+    """A vocabulary of 60,000 over a width of 64, in bfloat16, 8 sequences: their logits, and a copy in float32."""
     model = llama(vocab_size=60_000, tie_word_embeddings=True).to(torch.bfloat16)
     trace, _ = traced(tmp_path, model, torch.arange(3, 27).view(8, 3))
     found = memory(trace)

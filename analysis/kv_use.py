@@ -1,0 +1,103 @@
+"""What the KV cache of a call was used for: positions, padding, slots without use, and its own copying."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .kv_form import WHOLE, KVForm, kv_form
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class KVUse:
+    """The cache after the last step of the last call; bytes are null where they are not known.
+
+    `unused_bytes` are held and hold no position (a static cache's free slots); `padding_bytes`
+    hold padding of the prompts. `copied_bytes` is what the cache class moved besides, over the whole
+    call: one that grows by `torch.cat` reads and writes all it holds at each append, and holds a
+    layer twice for a moment: `double_bytes`, of its largest layer. `apart` counts the layers of steps
+    whose bytes are not those of the closed form, of `checked` in all; null where there is no form.
+    """
+
+    bytes_: int | None
+    positions: int | None
+    unused_bytes: int | None
+    padding_bytes: int | None
+    copied_bytes: int | None
+    double_bytes: int | None
+    checked: int | None
+    apart: int | None
+
+    @property
+    def padding_share(self) -> float | None:
+        """Padding's part of the bytes that are filled."""
+        return self.padding_bytes / self.bytes_ if self.padding_bytes is not None and self.bytes_ else None
+
+
+def kv_use(trace: Trace) -> KVUse | None:
+    """What the last call's cache was used for; null where a trace has no step with one."""
+    steps = _last_call(trace)
+    if not steps or steps[-1]["kv_bytes"] is None:
+        return None
+    last = steps[-1]
+    held, copies = last["kv_allocated_bytes"], [step["kv_copy_bytes"] for step in steps]
+    copied = None if None in copies else sum(copies)
+    checked, apart = _against(trace, kv_form(trace))
+    return KVUse(
+        bytes_=last["kv_bytes"],
+        positions=last["kv_len_after"],
+        unused_bytes=held - last["kv_bytes"] if held is not None else None,
+        padding_bytes=_padding_bytes(trace, last),
+        copied_bytes=copied,
+        double_bytes=_largest_layer(trace, last["step"]) if copied else copied,
+        checked=checked,
+        apart=apart,
+    )
+
+
+def _last_call(trace: Trace) -> list[dict[str, Any]]:
+    """The main steps of the last call at the top level, in order."""
+    names = ["step", "call", "role", "parent_step", "discarded", "batch", "kv_len_after", "kv_bytes"]
+    names += ["kv_allocated_bytes", "kv_copy_bytes"]
+    rows = trace.table("steps").select(names).to_pylist()
+    main = [row for row in rows if row["role"] == "main" and row["parent_step"] is None and not row["discarded"]]
+    last = max((row["call"] for row in main), default=None)
+    return sorted((row for row in main if row["call"] == last), key=lambda row: row["step"])
+
+
+def _padding_bytes(trace: Trace, last: dict[str, Any]) -> int | None:
+    """Bytes of the prompts' padding: its positions times what a position of one sequence takes on average."""
+    positions = (last["batch"] or 0) * (last["kv_len_after"] or 0)
+    kinds = set(trace.table("kv")["kind"].unique().to_pylist())
+    if not positions or not kinds or not kinds <= WHOLE:
+        return None
+    tokens = trace.table("tokens").select(["call", "source", "kept"])
+    of_call = tokens.filter(pc.and_(pc.equal(tokens["call"], last["call"]), _is(tokens["source"], "prompt")))
+    if not len(of_call) or of_call["kept"].null_count:
+        return None
+    padding = len(of_call) - pc.sum(of_call["kept"]).as_py()
+    return round(last["kv_bytes"] / positions * padding)
+
+
+def _is(column: pa.ChunkedArray, word: str) -> pa.ChunkedArray:
+    return pc.equal(column.cast(pa.string()), word)
+
+
+def _largest_layer(trace: Trace, step: int) -> int | None:
+    kv = trace.table("kv").select(["step", "logical_bytes"])
+    largest: int | None = pc.max(kv.filter(pc.equal(kv["step"], step))["logical_bytes"]).as_py()
+    return largest
+
+
+def _against(trace: Trace, form: KVForm | None) -> tuple[int | None, int | None]:
+    """How many layers of steps there are, and how many of them differ from batch × length × bytes of a position."""
+    if form is None:
+        return None, None
+    batch = {row["step"]: row["batch"] for row in trace.table("steps").select(["step", "batch"]).to_pylist()}
+    rows = trace.table("kv").select(["step", "length", "logical_bytes"]).to_pylist()
+    of_layer = form.position_bytes // form.layers
+    known = [row for row in rows if None not in row.values() and batch.get(row["step"]) is not None]
+    apart = sum(row["logical_bytes"] != batch[row["step"]] * row["length"] * of_layer for row in known)
+    return len(known), apart
