@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .clocks import Tape
+from .calls import CallMarks, MarkedCall
 from .inventory import expert_bytes
-from .recorder import FIRST_MODULE_SLOT, Recorder, begins, ends
+from .recorder import FIRST_MODULE_SLOT, Recorder, begins
 from .stages import Lifecycle, Place
 
 DETAILS = ("layer", "block", "module")
@@ -55,34 +55,6 @@ class Inert:
         """Do nothing."""
 
 
-class Mark:
-    """A hook that stores its code and the time; safe to copy and to pickle with its module."""
-
-    __slots__ = ("code", "tape")
-
-    def __init__(self, tape: Tape, code: int) -> None:
-        self.tape = tape
-        self.code = code
-
-    def __call__(self, *_: Any) -> None:
-        """Mark the present time; what torch passes to hooks is of no interest."""
-        self.tape.mark(self.code)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Inert, ()
-
-
-class CompiledMark(Mark):
-    """A mark on a compiled module: it breaks the graph rather than being traced into it."""
-
-    __slots__ = ()
-
-    @torch.compiler.disable
-    def __call__(self, *_: Any) -> None:
-        """Mark the present time."""
-        self.tape.mark(self.code)
-
-
 class RootHooks:
     """The hooks on the model itself: they note what the forward was given and what the cache holds."""
 
@@ -100,30 +72,32 @@ class RootHooks:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """After the forward, also when it raised (`output` is None then)."""
-        arguments, outer = self.open.stack.pop()
-        self.recorder.forward_ends(arguments, output, outer)
+        stack = self.open.__dict__.get("stack")
+        if stack:  # an interrupt, or another thread's trace, may have come between
+            arguments, outer = stack.pop()
+            self.recorder.forward_ends(arguments, output, outer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inert, ()
 
 
-class HandHooks:
-    """Hooks on embedding, first layer and head: they see a program that calls the stages by itself."""
+class HandCalls:
+    """Told of the calls of embedding, first layer and head: they see a program that calls the stages by itself."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def embedding(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def embedding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the embedding: outside of a forward, a step begins here."""
         if self.recorder.by_hand() and args and isinstance(args[0], torch.Tensor):
             self.recorder.hand_begins(args[0])
 
-    def first_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def first_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the first layer, whose arguments hold the cache."""
         if self.recorder.by_hand():
             self.recorder.hand_cache(kwargs)
 
-    def head(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def head(self, output: Any) -> None:
         """After the head."""
         if self.recorder.by_hand():
             self.recorder.hand_ends(reached_head=True)
@@ -258,7 +232,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 class Attachment:
-    """The hooks of one trace on one model. `pause` and `resume` take off and put back the modules' own."""
+    """What sees one trace's model. `toggle` switches the marks of its modules between two steps."""
 
     def __init__(
         self,
@@ -269,75 +243,48 @@ class Attachment:
         number: int = 0,
     ) -> None:
         self.model = model
-        self.lifecycle = lifecycle
         self.recorder = recorder
         self.number = number
         self._modules = dict(model.named_modules())
-        self._expert_modules = tuple(expert_bytes(model))
-        self._slots = slots
-        self._root_handles: list[RemovableHandle] = []
-        self._hand_handles: list[RemovableHandle] = []
+        self._expert_modules = tuple(expert_bytes(model)) if lifecycle is not None else ()
+        self._marks = CallMarks(self._marked(slots, lifecycle), recorder.tape)
+        self._is_on = False
         self._handles: list[RemovableHandle] = []
 
+    def _marked(self, slots: list[Slot], lifecycle: Lifecycle | None) -> Iterator[MarkedCall]:
+        """The module slots; those that a program may call by hand also tell the recorder of it."""
+        hand, before, after = HandCalls(self.recorder), {}, {}
+        if lifecycle is not None:
+            before = {lifecycle.layers[0]: hand.first_layer, lifecycle.embed: hand.embedding}
+            after = {lifecycle.head: hand.head}
+        for number, slot in enumerate(slots[FIRST_MODULE_SLOT:], FIRST_MODULE_SLOT):
+            assert slot.module is not None
+            module = self._modules[slot.module]
+            yield MarkedCall(module, begins(number), before.get(slot.module), after.get(slot.module))
+
     def attach(self) -> None:
-        """Put on all hooks."""
+        """Put everything on."""
         hooks = RootHooks(self.model, self.recorder, self.number)
         hook = CompiledRootHook if is_compiled(self.model) else RootHook
-        self._root_handles = [
+        self._handles = [
             self.model.register_forward_pre_hook(hook(hooks.begin), prepend=True, with_kwargs=True),
             self.model.register_forward_hook(hook(hooks.end), with_kwargs=True, always_call=True),
         ]
-        self.resume()
-
-    def _attach_by_hand(self) -> None:
-        """Attach what sees stages called by hand, around the marks: it opens the step that they belong to."""
-        for handle in self._hand_handles:
-            handle.remove()
-        self._hand_handles = []
-        if self.lifecycle is None:
-            return
-        hooks, places = HandHooks(self.recorder), self.lifecycle
-        for name, seen in ((places.embed, hooks.embedding), (places.layers[0], hooks.first_layer)):
-            if name is not None:
-                handle = self._modules[name].register_forward_pre_hook(RootHook(seen), prepend=True, with_kwargs=True)
-                self._hand_handles.append(handle)
         for name in self._expert_modules:
-            hook = ExpertHook(self.recorder, name)
-            self._hand_handles.append(self._modules[name].register_forward_pre_hook(hook, with_kwargs=True))
-        if places.head is not None:
-            self._hand_handles.append(self._modules[places.head].register_forward_hook(RootHook(hooks.head)))
+            expert_hook = ExpertHook(self.recorder, name)
+            self._handles.append(self._modules[name].register_forward_pre_hook(expert_hook, with_kwargs=True))
+        self._marks.on()
+        self._is_on = True
 
-    def resume(self) -> None:
-        """Put on the modules' hooks, unless they are on."""
-        if self._handles:
-            return
-        tape = self.recorder.tape
-        for number, slot in enumerate(self._slots[FIRST_MODULE_SLOT:], FIRST_MODULE_SLOT):
-            assert slot.module is not None
-            module = self._modules[slot.module]
-            mark = CompiledMark if is_compiled(module) else Mark
-            self._handles += [
-                module.register_forward_pre_hook(mark(tape, begins(number)), prepend=True),
-                module.register_forward_hook(mark(tape, ends(number))),
-            ]
-        self._attach_by_hand()
+    def toggle(self, on: bool) -> None:
+        """Mark the modules of the step that comes, or see only the step itself; cheap where nothing changes."""
+        if on != self._is_on:
+            self._is_on = on
+            (self._marks.on if on else self._marks.off)()
 
-    def pause(self) -> None:
-        """Take off the modules' hooks; the model's own stay, so that steps are still seen."""
+    def detach(self) -> None:
+        """Take everything off."""
+        self._marks.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def toggle(self, on: bool) -> None:
-        """Put the modules' hooks on or off between two steps; cheap where nothing changes."""
-        if on:
-            self.resume()
-        else:
-            self.pause()
-
-    def detach(self) -> None:
-        """Take off all hooks."""
-        self.pause()
-        for handle in (*self._root_handles, *self._hand_handles):
-            handle.remove()
-        self._root_handles, self._hand_handles = [], []

@@ -1,0 +1,148 @@
+"""Marks the calls of modules, where Python looks a call up: at `__call__` of a module's class.
+
+A hook registered on a module sends each of its calls through torch's slow path, which costs several
+times what the hook does: on a decode bound by launching, most of what tracing costs. While marks
+are on, a marked module is therefore of a subclass of its class, of the same name, whose `__call__`
+marks and calls on. Other modules, other models and the class itself stay as they are. Nothing is
+stored in a module: copies and pickles are of the class itself. Inside what torch compiles the
+marks are not there: a compiled region is one piece.
+"""
+
+import copyreg
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import nn
+
+from .clocks import HostTape, Tape
+
+Before = Callable[[tuple[Any, ...], dict[str, Any]], None]
+After = Callable[[Any], None]
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class MarkedCall:
+    """A module to mark with a code at its beginning, and the next one at its end.
+
+    `before` is told of its arguments before the first mark, `after` of its result after the
+    last; both also while marks are off.
+    """
+
+    module: nn.Module
+    code: int
+    before: Before | None = None
+    after: After | None = None
+
+    @property
+    def told(self) -> bool:
+        """Whether something is told of its calls."""
+        return self.before is not None or self.after is not None
+
+
+def _host_call(original: Call, codes: dict[int, int], tape: HostTape) -> Call:
+    """`__call__` that marks host time, with as little between as Python allows."""
+    is_compiling, now = torch.compiler.is_compiling, perf_counter_ns
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(self, *args, **kwargs)
+        code, append = codes[id(self)], tape.append
+        append(code)
+        append(now())
+        result = original(self, *args, **kwargs)
+        append(code + 1)  # not where the call raised: what has no end failed
+        append(now())
+        return result
+
+    return call
+
+
+def _tape_call(original: Call, codes: dict[int, int], tape: Tape) -> Call:
+    """`__call__` that marks on any tape."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        code = codes[id(self)]
+        tape.mark(code)
+        result = original(self, *args, **kwargs)
+        tape.mark(code + 1)
+        return result
+
+    return call
+
+
+def _telling_call(original: Call, told: MarkedCall) -> Call:
+    """`__call__` of one module that tells of its calls around what `original` does."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        if told.before is not None:
+            told.before(args, kwargs)
+        result = original(self, *args, **kwargs)
+        if told.after is not None:
+            told.after(result)
+        return result
+
+    return call
+
+
+def _stand_in(cls: type[nn.Module], own: type[nn.Module], call: Call) -> type[nn.Module]:
+    """A subclass of `cls` that stands in for a module's own class; copies and pickles are of that one."""
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        function, args, *rest = own.__reduce_ex__(self, protocol)
+        args = tuple(own if arg is type(self) else arg for arg in args)
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            function, args = copyreg._reconstructor, (own, object, None)  # type: ignore[attr-defined]
+        return function, args, *rest
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(cls)(own.__name__, (cls,), {"__call__": call, "__reduce_ex__": reduce, **names})
+
+
+class CallMarks:
+    """Marks the calls of some modules of one trace, between `on` and `off`; `close` lets go of them.
+
+    Each module has a class while marks are on, one while they are off, and its own.
+    """
+
+    def __init__(self, calls: Iterable[MarkedCall], tape: Tape) -> None:
+        codes: dict[int, int] = {}
+        marking: dict[type, type] = {}
+        self._classes: list[tuple[nn.Module, type, type, type]] = []
+        for call in calls:
+            codes[id(call.module)] = call.code
+            own = on = off = type(call.module)
+            if own not in marking:
+                marks = _host_call(own.__call__, codes, tape) if isinstance(tape, HostTape) else None
+                marking[own] = _stand_in(own, own, marks or _tape_call(own.__call__, codes, tape))
+            on = marking[own]
+            if call.told:
+                on, off = (_stand_in(cls, own, _telling_call(cls.__call__, call)) for cls in (on, own))
+            self._classes.append((call.module, on, off, own))
+
+    def on(self) -> None:
+        """Mark from now on."""
+        for module, on, _, _ in self._classes:
+            _set_class(module, on)
+
+    def off(self) -> None:
+        """Mark no more, until `on`; what is told of calls is told of them still."""
+        for module, _, off, _ in self._classes:
+            _set_class(module, off)
+
+    def close(self) -> None:
+        """Leave every module as it was."""
+        for module, _, _, own in self._classes:
+            _set_class(module, own)
+
+
+def _set_class(module: nn.Module, cls: type) -> None:
+    """Change an instance's class, past what modules do with their attributes."""
+    object.__setattr__(module, "__class__", cls)
