@@ -19,6 +19,8 @@ class Marks:
     `codes[i]` says which slot began (even) or ended (odd); `times_ns[i]` when, on the host.
     `device_ns[i]` is device time since the step's first mark on the same device, None where no event was recorded;
     `devices[i]` says on which. Both are None where the device has no clock of its own.
+    `starved[i]` says that the device had already done all work up to the mark before, asked without
+    waiting for it; None for the first mark of a step on a device, and where no event was recorded.
     `memory[i]` is what is allocated at the mark and the peak since the mark before, on a tape
     that measures memory in place of time; `profile` holds the step's operators, on one that profiles.
     """
@@ -27,6 +29,7 @@ class Marks:
     times_ns: "array[int]"
     device_ns: list[int | None] | None = None
     devices: list[Any] | None = None
+    starved: list[bool | None] | None = None
     memory: list[tuple[int, int]] | None = None
     profile: Any = None
 
@@ -152,6 +155,7 @@ class CudaPending:
     times_ns: "array[int]"
     events: list[Event | None]
     devices: list[Any]
+    starved: list[bool | None]
     pool: list[Event] = field(repr=False)
 
     def read(self, wait: bool) -> Marks | None:
@@ -162,7 +166,7 @@ class CudaPending:
                 event.synchronize()
         elif not all(event.query() for event in last):
             return None
-        marks = Marks(self.codes, self.times_ns, self._device_times(), self.devices)
+        marks = Marks(self.codes, self.times_ns, self._device_times(), self.devices, self.starved)
         self.pool.extend(event for event in self.events if event is not None)
         return marks
 
@@ -201,6 +205,8 @@ class CudaTape(threading.local):
         self.times_ns = array("q")
         self.events: list[Event | None] = []
         self.devices: list[Any] = []
+        self.starved: list[bool | None] = []
+        self._last: dict[Any, Event] = {}
 
     def mark(self, code: int) -> None:
         """Store the code with the present time, and record an event on the stream of its device."""
@@ -210,23 +216,27 @@ class CudaTape(threading.local):
         self.devices.append(device)
         if device is None:
             self.events.append(None)
+            self.starved.append(None)
             return
+        last = self._last.get(device)
+        self.starved.append(last.query() if last is not None else None)
         event = self.pool.pop() if self.pool else self.cuda.event()
         event.record(self.cuda.current_stream(device))
         self.events.append(event)
+        self._last[device] = event
 
     def cut(self) -> CudaPending:
         """Hand over the marks so far and start afresh."""
-        pending = CudaPending(self.codes, self.times_ns, self.events, self.devices, self.pool)
+        pending = CudaPending(self.codes, self.times_ns, self.events, self.devices, self.starved, self.pool)
         self._start()
         return pending
 
     def suspend(self) -> tuple[Any, ...]:
         """Set the marks so far aside and start afresh, for a step inside a step."""
-        suspended = (self.codes, self.times_ns, self.events, self.devices)
+        suspended = (self.codes, self.times_ns, self.events, self.devices, self.starved, self._last)
         self._start()
         return suspended
 
     def resume(self, suspended: tuple[Any, ...]) -> None:
         """Go on with what `suspend` set aside."""
-        self.codes, self.times_ns, self.events, self.devices = suspended
+        self.codes, self.times_ns, self.events, self.devices, self.starved, self._last = suspended

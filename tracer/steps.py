@@ -348,6 +348,7 @@ class StepReader:
             "start_ns": pa.array((times[:, starts] - self.origin_ns).ravel()),
             "host_ns": pa.array((times[:, ends_] - times[:, starts]).ravel()),
             "device_ns": _device_column(rows, marks),
+            "starved": _starved_column(rows, marks),
         }
         columns |= {
             name: _tile(values, field_type, count) for name, (values, field_type) in self._pattern_columns(rows).items()
@@ -452,6 +453,13 @@ def _device_ns(marks: Marks, start: int | None, end: int | None) -> int | None:
         return None
     first, last = marks.device_ns[start], marks.device_ns[end]
     return last - first if first is not None and last is not None else None
+
+
+def _starved_column(rows: Sequence[Row], marks: Sequence[Marks]) -> pa.Array:
+    """Whether the device had run out of work at each row's beginning; null where that is not known."""
+    if all(m.starved is None for m in marks):
+        return pa.nulls(len(marks) * len(rows), schema.FLAG)
+    return pa.array([m.starved[row.start] if m.starved is not None else None for m in marks for row in rows])
 
 
 def _device_column(rows: Sequence[Row], marks: list[Marks]) -> pa.Array:

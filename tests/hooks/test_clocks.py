@@ -100,6 +100,24 @@ def test_events_of_two_devices_are_never_paired():
     assert marks.devices == [None, "cuda:0", "cuda:0", "cuda:1", "cuda:1"]
 
 
+def test_a_device_that_had_nothing_left_to_do_is_starved():
+    """The host needs 2 ms to launch each 1 ms of work, then launches 5 ms at once."""
+    cuda = SimulatedCuda("cuda:0")
+    tape = CudaTape(["cuda:0"] * 4 + [None], cuda)
+    for length_ms, host_ms in ((1.0, 2.0), (1.0, 2.0), (5.0, 0.5), (1.0, 0.5)):
+        tape.mark(BEGIN)
+        cuda.streams["cuda:0"].launch(length_ms)
+        tape.mark(END)
+        cuda.now_ms += host_ms
+    tape.mark(HOST)
+    marks = tape.cut().read(wait=True)
+    began = [starved for code, starved in zip(marks.codes, marks.starved, strict=True) if code == BEGIN]
+    assert began == [None, True, True, False]
+    assert marks.starved[-1] is None
+    tape.mark(BEGIN)
+    assert tape.cut().read(wait=True).starved == [None]  # the step before says nothing of this one
+
+
 def test_events_go_back_to_the_pool():
     cuda = SimulatedCuda("cuda:0")
     tape = CudaTape(["cuda:0"] * 4 + [None], cuda)
