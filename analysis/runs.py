@@ -20,7 +20,7 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class Run:
-    """One trace in figures, each null where the trace does not hold it.
+    """One trace in figures, each null where the trace does not hold it. `run_id` is that of its tables' rows.
 
     Times are ns, medians over its calls as in `latency`. `prefill_step_ns` and `decode_step_ns` are
     the mean of a step, `…_roof_ns` the floor beside it: the larger of its FLOPs at the device's peak
@@ -32,6 +32,7 @@ class Run:
     name: str
     status: str
     error: str | None = None
+    run_id: str | None = None
     model: str | None = None
     device: str | None = None
     threads: int | None = None
@@ -104,6 +105,7 @@ def run_of(trace: Trace) -> Run:
         name=trace.path.name,
         status=str(meta.get("status")),
         error=meta.get("error"),
+        run_id=meta.get("run_id"),
         model=model.get("id"),
         device=device.get("name"),
         threads=device.get("threads"),

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lifetrace.errors import TraceError
 
+from .files import replacing
 from .runs import UNREADABLE, Run, run_of, table_of
 from .schema import PHASES
-from .trace import MANIFEST, read_trace
+from .trace import read_trace, trace_folders
 
 SWEEP, TABLE, PAGE = "sweep.json", "sweep.parquet", "sweep.html"
 FORMAT = 1
 COMPLETE, FAILED, PENDING = "complete", "failed", "pending"
+# What a point may leave to the model or the machine, and its trace then tells.
+LEFT_OPEN = ("dtype", "attention", "threads")
 
 
 @dataclass(frozen=True)
@@ -134,17 +138,25 @@ class Sweep:
         return [point for point in self.points if point.status == COMPLETE]
 
     @cached_property
+    def placed(self) -> list[Point]:
+        """The points that have both a rate and a TPOT."""
+        return [p for p in self.measured if p.run.tpot_ns is not None and p.run.decode_tokens_per_s is not None]
+
+    @cached_property
     def front(self) -> set[str]:
         """Names of the points that no other of the same prompt length and new tokens beats.
 
         Beaten is who has fewer decode tokens/s and no lower TPOT, or a higher TPOT and no more tokens/s.
         """
+        groups = self.same_work().values()
+        return {point.name for group in groups for point in group if not _beaten(point, group)}
+
+    def same_work(self) -> dict[tuple[int, int], list[Point]]:
+        """The placed points by prompt length and new tokens: only these compete."""
         groups: dict[tuple[int, int], list[Point]] = {}
-        for point in self.measured:
-            if point.run.tpot_ns is not None and point.run.decode_tokens_per_s is not None:
-                work = (point.setting.prompt_length, point.setting.max_new_tokens)
-                groups.setdefault(work, []).append(point)
-        return {point.name for group in groups.values() for point in group if not _beaten(point, group)}
+        for point in self.placed:
+            groups.setdefault((point.setting.prompt_length, point.setting.max_new_tokens), []).append(point)
+        return groups
 
     def turns(self) -> list[Turn]:
         """Where another thing becomes the bound, along each axis of numbers."""
@@ -163,7 +175,7 @@ class Sweep:
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat row a point; `on_front` is null where the point has no place beside the front."""
-        placed = {point.name for point in self.measured if point.run.tpot_ns is not None}
+        placed = {point.name for point in self.placed}
         return [
             point.row() | {"on_front": point.name in self.front if point.name in placed else None}
             for point in self.points
@@ -183,8 +195,7 @@ class Sweep:
             "varying": [axis.key for axis in self.varying],
             "points": self.rows(),
             "turns": [
-                asdict(turn)
-                | {"axis": turn.axis.key, "others": {axis.key: value for axis, value in turn.others}}
+                asdict(turn) | {"axis": turn.axis.key, "others": {axis.key: value for axis, value in turn.others}}
                 for turn in self.turns()
             ],
         }
@@ -208,9 +219,8 @@ def _beaten(point: Point, by: Iterable[Point]) -> bool:
 
 
 def _better(one: Run, other: Run) -> bool:
-    assert one.tpot_ns is not None and other.tpot_ns is not None
-    assert one.decode_tokens_per_s is not None and other.decode_tokens_per_s is not None
-    rates, times = one.decode_tokens_per_s - other.decode_tokens_per_s, other.tpot_ns - one.tpot_ns
+    rates = (one.decode_tokens_per_s or 0.0) - (other.decode_tokens_per_s or 0.0)
+    times = (other.tpot_ns or 0.0) - (one.tpot_ns or 0.0)
     return rates >= 0 and times >= 0 and (rates > 0 or times > 0)
 
 
@@ -256,7 +266,7 @@ def read_sweep(path: Path) -> Sweep:
         TraceError: `sweep.json` cannot be read.
     """
     document = read_document(path)
-    points = [_point(path, row["setting"], row["reason"]) for row in document["points"]]
+    points = _settled([_point(path, row["setting"], row["reason"]) for row in document["points"]])
     return Sweep(
         path=path,
         settings=document.get("settings") or {},
@@ -268,17 +278,39 @@ def read_sweep(path: Path) -> Sweep:
 
 def _point(path: Path, setting: Setting, reason: str | None) -> Point:
     folder = path / setting.name
-    if not (folder / MANIFEST).is_file():
+    if trace_folders(folder) != [folder]:
         status = FAILED if reason else PENDING
         return Point(setting.name, setting, status, reason, Run(setting.name, status))
     try:
         run = run_of(read_trace(folder))
     except TraceError as error:
         run = Run(setting.name, UNREADABLE, str(error))
-    used = replace(
-        setting,
-        dtype=setting.dtype if setting.dtype != "auto" else (run.dtype or setting.dtype),
-        attention=setting.attention or run.attention,
-        threads=setting.threads or run.threads,
-    )
+    used = _used(setting, {key: getattr(run, key) for key in LEFT_OPEN})
     return Point(setting.name, used, run.status, None if run.status == COMPLETE else reason or run.error, run)
+
+
+def _used(setting: Setting, found: dict[str, Any]) -> Setting:
+    """The setting with what was found in place of what it left open."""
+    return replace(setting, **{key: found[key] for key in LEFT_OPEN if _is_open(setting, key) and found.get(key)})
+
+
+def _is_open(setting: Setting, key: str) -> bool:
+    return getattr(setting, key) in (None, "auto")
+
+
+def _settled(points: list[Point]) -> list[Point]:
+    """Say of points without a trace what the others, which left the same open, turned out to use."""
+    found = {key: getattr(point.run, key) for point in points for key in LEFT_OPEN if getattr(point.run, key)}
+    return [replace(point, setting=_used(point.setting, found)) for point in points]
+
+
+def write_table(sweep: Sweep) -> Path:
+    """Write `sweep.parquet` into the folder, a row a point.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+    path = sweep.path / TABLE
+    with replacing(path, "table") as file:
+        pq.write_table(sweep.table(), file)
+    return path

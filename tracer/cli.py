@@ -16,6 +16,7 @@ from .commands.plan import plan
 from .commands.report import report
 from .commands.run import run
 from .commands.show import show
+from .commands.sweep import sweep
 from .errors import LifetraceError
 
 
@@ -58,5 +59,5 @@ def main() -> None:
     """
 
 
-for command in (run, exec_, show, explain, compare, report, export, calibrate, plan):
+for command in (run, exec_, show, explain, compare, report, export, calibrate, plan, sweep):
     main.add_command(command)

@@ -12,10 +12,17 @@ import click
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where to write.  [default: report.html in the trace]",
+    help="Where to write.  [default: report.html in the trace, sweep.html in the sweep]",
 )
 def report(path: Path, output: Path | None) -> None:
-    """Write the HTML report of the trace in PATH and print where it lies."""
+    """Write the HTML report of the trace, or the page of the sweep, in PATH and print where it lies."""
+    from lifetrace.analysis.sweep import is_sweep, read_sweep
+
+    if is_sweep(path):
+        from lifetrace.analysis.sweep_page import write_page
+
+        click.echo(write_page(read_sweep(path), output))
+        return
     from lifetrace.analysis.report import write_report
     from lifetrace.analysis.trace import read_trace
 
