@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import lifetrace
 from lifetrace import environment
+from lifetrace.analysis import judge
 from lifetrace.hooks.attach import DETAILS
 from lifetrace.session import Options, Session
 from smollm2 import smollm2_checkpoint
@@ -91,6 +95,53 @@ def measure(name: str, model: Any, detail: str, every: int, pairs: int) -> Cost:
     return Cost(name, detail, every, middle, low, high, pairs, statistics.median(alone) / NEW_TOKENS * 1e3)
 
 
+def measure_profiler(name: str, model: Any, full: bool, pairs: int) -> Cost:
+    """The same for torch.profiler: plain, or with shapes, memory and FLOPs."""
+    extras = {"record_shapes": True, "profile_memory": True, "with_flops": True} if full else {}
+    ratios, alone = [], []
+    for _ in range(pairs):
+        seconds = generate_seconds(model)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True, **extras):
+            ratios.append(generate_seconds(model) / seconds)
+        alone.append(seconds)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    label = "torch.profiler, shapes, memory, FLOPs" if full else "torch.profiler"
+    return Cost(name, label, 1, middle, low, high, pairs, statistics.median(alone) / NEW_TOKENS * 1e3)
+
+
+def trace_sizes(model: Any) -> list[str]:
+    """What one generate leaves behind here and with torch.profiler, and how long its reader takes to open it."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = Path(folder) / "trace", Path(folder) / "theirs"
+        theirs.mkdir()
+        with lifetrace.trace(model, out=ours):
+            generate_seconds(model)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
+            generate_seconds(model)
+        profiled.export_chrome_trace(str(theirs / "rank-0.json"))
+        size = sum(file.stat().st_size for file in ours.rglob("*") if file.is_file())
+        rows = [
+            f"| lifetrace, block | {size / 1e6:.2f} MB | {_seconds(lambda: judge(lifetrace.read_trace(ours)))} |",
+            f"| torch.profiler, shapes | {(theirs / 'rank-0.json').stat().st_size / 1e6:.1f} MB | {_hta(theirs)} |",
+        ]
+    return ["| trace of one generate | size | opened and judged |", "|---|---|---|", *rows]
+
+
+def _seconds(work: Callable[[], object]) -> str:
+    start = time.perf_counter()
+    work()
+    return f"{time.perf_counter() - start:.2f} s"
+
+
+def _hta(folder: Path) -> str:
+    """How long HolisticTraceAnalysis takes to load the same; a dash where it is not installed."""
+    try:
+        from hta.trace_analysis import TraceAnalysis
+    except ImportError:
+        return "–"
+    return f"{_seconds(lambda: TraceAnalysis(trace_dir=str(folder)))} (HolisticTraceAnalysis, loading alone)"
+
+
 def table(costs: list[Cost]) -> str:
     """The results as Markdown."""
     lines = ["| model | detail | traced ÷ untraced | quartiles | pairs | untraced step |", "|---|---|---|---|---|---|"]
@@ -103,7 +154,7 @@ def table(costs: list[Cost]) -> str:
     return "\n".join(lines)
 
 
-def document(costs: list[Cost]) -> str:
+def document(costs: list[Cost], sizes: list[str]) -> str:
     """The page that `--write` leaves."""
     versions = environment.versions()
     device = environment.device_facts(torch.device("cpu"))
@@ -119,6 +170,10 @@ def document(costs: list[Cost]) -> str:
             f"transformers {versions['transformers']}.",
             "",
             table(costs),
+            "",
+            f"SmolLM2-135M, one generate of {NEW_TOKENS} tokens:",
+            "",
+            *sizes,
             "",
         ]
     )
@@ -141,9 +196,13 @@ def main() -> None:
             for detail in DETAILS:
                 costs.append(measure(name, model, detail, every, pairs))
                 print(costs[-1], file=sys.stderr, flush=True)
-    print(table(costs))
+        for full in (False, True):
+            costs.append(measure_profiler(name, model, full, max(pairs // 5, 4)))
+            print(costs[-1], file=sys.stderr, flush=True)
+    sizes = trace_sizes(model)
+    print(table(costs), *sizes, sep="\n")
     if options.write:
-        DOCUMENT.write_text(document(costs), encoding="utf-8")
+        DOCUMENT.write_text(document(costs, sizes), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -105,17 +105,20 @@ class CacheWatch:
         self._row_shape: tuple[int, ...] = ()
 
     def before(self, cache: Any) -> tuple[KVState, int | None]:
-        """The state before a step and the positions seen: as after the step before, unless something was done."""
-        return self._look(cache, None)
+        """The state before a step and the positions seen: as after the step before, unless something was done.
+
+        Whoever cuts a cache between two steps cuts all of its layers: the first and the last tell.
+        """
+        return self._look(cache, None, ends_only=True)
 
     def after(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
         """The state after a step and the positions seen; `expected` is what only a device could tell."""
-        return self._look(cache, expected)
+        return self._look(cache, expected, ends_only=False)
 
-    def _look(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
+    def _look(self, cache: Any, expected: int | None, ends_only: bool) -> tuple[KVState, int | None]:
         if cache is None:
             return NOTHING, 0
-        length = self._even_length(cache)
+        length = self._even_length(cache, ends_only)
         read_at = self._state.layout.layers[0].length if length is not None else 0
         if length is None or length < read_at:
             return self._read(cache, expected)
@@ -123,7 +126,7 @@ class CacheWatch:
             self._state = KVState(self._state.layout, length - read_at)
         return self._state, length
 
-    def _even_length(self, cache: Any) -> int | None:
+    def _even_length(self, cache: Any, ends_only: bool) -> int | None:
         """The one length of all layers; None for another cache, or when more than lengths has changed."""
         same = self._cache is not None and self._cache() is cache
         if not same or not self._state.layout.grows_evenly:
@@ -131,8 +134,11 @@ class CacheWatch:
         layers: Sequence[Any] | None = getattr(cache, "layers", None)
         if layers is None:  # two caches in one, or no cache of this library
             return None
-        shapes = {layer.keys.shape for layer in layers if layer.keys is not None}
-        if len(shapes) != 1 or len(layers) != len(self._state.layout.layers):
+        if len(layers) != len(self._state.layout.layers):
+            return None
+        looked_at = (layers[0], layers[-1]) if ends_only else layers
+        shapes = {layer.keys.shape for layer in looked_at if layer.keys is not None}
+        if len(shapes) != 1:
             return None
         shape = shapes.pop()
         return shape[-2] if self._row_shape == (*shape[:-2], shape[-1]) else None

@@ -1,6 +1,7 @@
 """Completes a trace with the work of each step: replays its signatures and fills in the null columns."""
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import torch
 from lifetrace.analysis import schema
 from lifetrace.hooks.counting import CallCount, ForwardCount
 from lifetrace.hooks.kvcache import LayerKV
-from lifetrace.hooks.kvstate import KVState
+from lifetrace.hooks.kvstate import KVLayout, KVState
 from lifetrace.hooks.recorder import Signature, Step
 from lifetrace.hooks.replay import Replayer, ReplayError
 from lifetrace.hooks.stages import Lifecycle
@@ -61,12 +62,53 @@ class Family:
     lengths: list[int] = field(default_factory=list)
 
 
+Traffic = tuple[tuple[int | None, ...], ...]
+
+
+class CacheLog:
+    """Remembers the traffic of each step in a few numbers.
+
+    A cache that grows evenly is its one reading and by how much it has grown; of others, whose
+    traffic mostly repeats, each distinct one is kept once.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, KVLayout] = {}
+        self._distinct: dict[Traffic, Traffic] = {}
+        self._even = array("q")  # step, layout before and after, growth before and after, q_len
+        self._other: dict[int, Traffic] = {}
+        self._place: dict[int, int] = {}
+
+    def note(self, step: int, before: KVState, after: KVState, q_len: int) -> None:
+        """Remember a step's cache."""
+        if not (before.layout.grows_evenly and after.layout.grows_evenly):
+            found = kv_traffic(before.layers, after.layers, q_len)
+            self._other[step] = self._distinct.setdefault(found, found)
+            return
+        for state in (before, after):
+            self._layouts[id(state.layout)] = state.layout
+        self._even.extend((step, id(before.layout), id(after.layout), before.grown, after.grown, q_len))
+
+    def traffic(self, step: int) -> Traffic | None:
+        """Bytes read, written and copied besides by each cache layer in a step; None where unknown."""
+        if step in self._other:
+            return self._other[step]
+        if len(self._place) < len(self._even) // 6:
+            self._place = {self._even[start]: start for start in range(0, len(self._even), 6)}
+        start = self._place.get(step)
+        if start is None:
+            return None
+        _, before, after, grown_before, grown_after, q_len = self._even[start : start + 6]
+        states = KVState(self._layouts[before], grown_before), KVState(self._layouts[after], grown_after)
+        return kv_traffic(states[0].layers, states[1].layers, q_len)
+
+
 @dataclass
 class WorkLog:
     """What the steps of a run leave behind for counting: their families, and the states of their caches."""
 
     families: dict[tuple[Any, ...], Family] = field(default_factory=dict)
-    caches: dict[int, tuple[KVState, KVState, int]] = field(default_factory=dict)
+    caches: CacheLog = field(default_factory=CacheLog)
     experts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
     recomputing: list[tuple[int, Signature]] = field(default_factory=list)
     uncountable: set[str] = field(default_factory=set)
@@ -81,7 +123,7 @@ class WorkLog:
                 self.recomputing.append((step.index, signature))
             if step.chosen_experts:
                 self.experts[step.index] = step.distinct_experts()
-            self.caches[step.index] = (step.kv_before, step.kv_after, signature.q_len)
+            self.caches.note(step.index, step.kv_before, step.kv_after, signature.q_len)
             if signature.kv_len_before is None:
                 self.uncountable.add("the cache does not say how many positions it holds")
             else:
@@ -92,10 +134,7 @@ class WorkLog:
 
     def traffic(self, step: int) -> tuple[tuple[int | None, ...], ...] | None:
         """Bytes read, written and copied besides by each cache layer in a step; None where unknown."""
-        if step not in self.caches:
-            return None
-        before, after, q_len = self.caches[step]
-        return kv_traffic(before.layers, after.layers, q_len)
+        return self.caches.traffic(step)
 
 
 def _family_key(signature: Signature) -> tuple[Any, ...]:

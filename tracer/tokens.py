@@ -1,7 +1,9 @@
 """From the ids that a call took and gave to token rows, counts by step, and why it stopped."""
 
+import bisect
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,7 @@ class StepTokens:
     undone: bool = False
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class StepFacts:
     """What token rows need to know of a step."""
 
@@ -98,8 +100,9 @@ class TokenReader:
         tokens = self._tokens(call)
         if tokens is None:
             return [], {s.step: StepTokens(None, _processed(s)) for s in steps}
+        step_at = StepFinder(steps, tokens.prompt_length)
         rows = [
-            self._row(call, tokens, sequence, position, _step_at(steps, position, tokens.prompt_length))
+            self._row(call, tokens, sequence, position, step_at(position))
             for sequence, row in enumerate(tokens.ids)
             for position in range(len(row))
         ]
@@ -125,7 +128,8 @@ class TokenReader:
         reasons = [self._reason(call, tokens, sequence) for sequence in range(len(tokens.ids))]
         new = [end - tokens.prompt_length for end in tokens.ends]
         longest = tokens.prompt_length + max(new, default=0)
-        last = _step_at(steps, longest - 1, tokens.prompt_length) if longest > tokens.prompt_length else None
+        step_at = StepFinder(steps, tokens.prompt_length)
+        last = step_at(longest - 1) if longest > tokens.prompt_length else None
         mask = tokens.mask
         return {
             "sequences": len(tokens.ids),
@@ -242,12 +246,35 @@ def _bring(call: Call) -> CallTokens | None:
     return CallTokens(call.output_ids.tolist(), prompt_length, mask, eos)
 
 
-def _step_at(steps: list[StepFacts], position: int, prompt_length: int) -> StepFacts | None:
-    """The step that gave the token at a position, or, in the prompt, that processed it."""
-    if position < prompt_length:
-        seen = (s for s in steps if (s.kv_len_before or 0) <= position)
-        return next((s for s in seen if s.kv_len_after is not None and s.kv_len_after > position), None)
-    return next((s for s in steps if s.length_after is not None and s.length_after > position), None)
+class StepFinder:
+    """Finds the step that gave the token at a position, or, in the prompt, that processed it.
+
+    What steps reach only grows from one to the next that reaches further, so a position is looked
+    up in the reaches so far.
+    """
+
+    def __init__(self, steps: list[StepFacts], prompt_length: int) -> None:
+        self.prompt_length = prompt_length
+        self._given = _furthest((s.length_after, s) for s in steps)
+        self._processed = _furthest((s.kv_len_after, s) for s in steps)
+
+    def __call__(self, position: int) -> StepFacts | None:
+        """The first step that reaches beyond the position; in the prompt one that did not begin behind it."""
+        in_prompt = position < self.prompt_length
+        reaches, steps = self._processed if in_prompt else self._given
+        number = bisect.bisect_right(reaches, position)
+        found = steps[number] if number < len(steps) else None
+        return None if found is not None and in_prompt and (found.kv_len_before or 0) > position else found
+
+
+def _furthest(reaches: Iterable[tuple[int | None, StepFacts]]) -> tuple[list[int], list[StepFacts]]:
+    """The steps that reach further than all before them, by their reach."""
+    found: tuple[list[int], list[StepFacts]] = ([], [])
+    for reach, step in reaches:
+        if reach is not None and (not found[0] or reach > found[0][-1]):
+            found[0].append(reach)
+            found[1].append(step)
+    return found
 
 
 def _undone(step: StepFacts, tokens: CallTokens) -> bool:
