@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import noise
-from .latency import top_calls, tpot_ns, ttft_ns
+from .latency import top_calls, tpot_ns, ttft_ns, warm_calls
 from .noise import Difference, Values
 from .schema import PHASES
 from .trace import Trace
@@ -91,7 +92,8 @@ def compare(first: Sequence[Trace], second: Sequence[Trace], confidence: float =
         confidence: with which the bounds hold each difference.
     """
     changes = _changes(first[0], second[0])
-    hindrances = dict(_hindrances(changes, first[0], second[0]))
+    within = [_changes(side[0], other) for side in (first, second) for other in side[1:]]
+    hindrances = {what: why for found in (*within, changes) for what, why in _hindrances(found)}
     sides = _Side.of(first), _Side.of(second)
     phases = [
         phase for phase in PHASES if EVERYTHING not in hindrances and not (phase == PREFILL and PREFILL in hindrances)
@@ -117,13 +119,18 @@ def _names(traces: Sequence[Trace]) -> str:
 
 def _notes(first: "_Side", second: "_Side") -> list[str]:
     notes = []
-    if min(first.calls, second.calls) < 2:
-        notes.append(
-            "a side has one call alone, so how much calls differ by themselves is not known: nothing is judged"
-        )
+    if (few := _too_few(first.calls, second.calls)) is not None:
+        notes.append(f"{few}, so how much calls differ by themselves is not known: nothing is judged")
     if first.detail != second.detail:
         notes.append(f"the detail differs ({first.detail}, {second.detail}): parts that one side lacks are left out")
     return notes
+
+
+def _too_few(*calls: int) -> str | None:
+    """What is wrong with sides of so many calls; null where each has two or more."""
+    if min(calls) == 0:
+        return "a side has no call that gave tokens"
+    return "a side has one call alone" if min(calls) == 1 else None
 
 
 # -- what differs ------------------------------------------------------------------------------
@@ -153,9 +160,9 @@ def _changes(first: Trace, second: Trace) -> list[Change]:
     return [Change(key, a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)]
 
 
-def _hindrances(changes: Iterable[Change], first: Trace, second: Trace) -> Iterable[tuple[str, str]]:
-    """What cannot be compared, and the sentence that says so."""
-    by_key = {change.key: change for change in changes}
+def _hindrances(changes: Iterable[Change]) -> Iterable[tuple[str, str]]:
+    """What cannot be compared, and the sentence that says so; what is not known of a side hinders nothing."""
+    by_key = {change.key: change for change in changes if None not in (change.first, change.second)}
     for key, word in (("model parameters", "model"), ("model layers", "model"), ("sequences", "batch")):
         if key in by_key:
             a, b = by_key[key].first, by_key[key].second
@@ -188,11 +195,14 @@ class _Side:
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> "_Side":
         calls = [call for trace in traces for call in top_calls(trace)]
+        warm = [call for trace in traces for call in warm_calls(trace)]
+        counts = 0
         phases: dict[str, list[Values]] = {}
         stages: dict[_Key, list[Values]] = {}
         layers: dict[_LayerKey, list[float]] = {}
         for trace in traces:
             steps = _counted(trace)
+            counts += pc.count_distinct(steps["call"]).as_py()
             spans = _placed(trace, steps)
             _collect(phases, _series(steps, ["phase"], "wall_ns"))
             top = spans.filter(pc.is_null(spans["parent"]))
@@ -201,13 +211,13 @@ class _Side:
             )
             _collect(stages, _series(top.drop_columns("part"), ["phase", "stage"], "host_ns", (None,)))
             _collect(stages, _series(parts, ["phase", "stage", "part"], "host_ns"))
-            for key, value in _per_call(top, parts, steps):
-                layers.setdefault(key, []).append(value)
+            for place, mean in _per_step(top, parts):
+                layers.setdefault(place, []).append(mean)
         tpots = [value for call in calls if (value := tpot_ns(call)) is not None]
         return cls(
-            calls=len(calls),
+            calls=counts,
             detail=(traces[0].meta.get("settings") or {}).get("detail"),
-            ttft_ns=[np.array([float(ttft_ns(call))]) for call in calls],
+            ttft_ns=[np.array([float(ttft_ns(call))]) for call in warm],
             tpot_ns=[np.array([value]) for value in tpots],
             phase_ns={key[0]: values for key, values in phases.items()},
             stages=stages,
@@ -217,11 +227,23 @@ class _Side:
 
 
 def _counted(trace: Trace) -> pa.Table:
-    """The top-level steps that statistics count."""
-    steps = trace.table("steps").select(["step", "call", "phase", "parent_step", "warmup", "discarded", "wall_ns"])
+    """The top-level steps that statistics count, of calls that gave tokens; of loops by hand where there are none."""
+    names = ["step", "call", "phase", "parent_step", "warmup", "discarded", "wall_ns", "kv_len_before"]
+    steps = trace.table("steps").select(names).sort_by("step")
+    steps = steps.set_column(2, "phase", steps["phase"].cast(pa.string())).filter(pc.is_null(steps["parent_step"]))
+    known = [call["call"] for call in top_calls(trace)]
+    if known:
+        steps = steps.filter(pc.is_in(steps["call"], value_set=pa.array(known, steps["call"].type)))
+    else:
+        steps = steps.set_column(1, "call", pa.array(_loops(steps), steps["call"].type))
     left_out = pc.or_(pc.fill_null(steps["warmup"], False), pc.fill_null(steps["discarded"], False))
-    kept = steps.filter(pc.and_(pc.is_null(steps["parent_step"]), pc.invert(left_out)))
-    return kept.set_column(2, "phase", kept["phase"].cast(pa.string())).select(["step", "call", "phase", "wall_ns"])
+    return steps.filter(pc.invert(left_out)).select(["step", "call", "phase", "wall_ns"])
+
+
+def _loops(steps: pa.Table) -> list[int]:
+    """Number the loops that a program ran by itself, each forward of which is a call: one begins on an empty cache."""
+    pairs = zip(steps["phase"].to_pylist(), steps["kv_len_before"].to_pylist(), strict=True)
+    return list(accumulate(int(phase == PREFILL and not cached) for phase, cached in pairs))
 
 
 def _placed(trace: Trace, steps: pa.Table) -> pa.Table:
@@ -255,15 +277,21 @@ def _collect(into: dict[Any, list[Values]], series: dict[Any, list[Values]]) -> 
         into.setdefault(key, []).extend(calls)
 
 
-def _per_call(top: pa.Table, parts: pa.Table, steps: pa.Table) -> Iterable[tuple[_LayerKey, float]]:
-    """Mean time of a step in each place: a layer's parts where there are some, else the whole stage."""
-    counts = {phase: pc.sum(pc.equal(steps["phase"], phase)).as_py() or 1 for phase in PHASES}
+def _per_step(top: pa.Table, parts: pa.Table) -> Iterable[tuple[_LayerKey, float]]:
+    """Mean time in each place of a recorded step, or of a whole prefill: in a layer's parts, else the whole stage."""
+    counts = dict(_recorded(top))
     split = set(zip(parts["phase"].to_pylist(), parts["stage"].to_pylist(), strict=True))
     for rows, names in ((parts, ["phase", "stage", "layer", "part"]), (top, ["phase", "stage", "layer"])):
         for row in rows.group_by(names).aggregate([("host_ns", "sum")]).to_pylist():
             key = (row["phase"], row["stage"])
-            if "part" in row or key not in split:
+            if ("part" in row or key not in split) and row["host_ns_sum"] is not None:
                 yield (*key, row["layer"], row.get("part")), row["host_ns_sum"] / counts[row["phase"]]
+
+
+def _recorded(top: pa.Table) -> Iterable[tuple[str, int]]:
+    """How many steps have spans, with `--every` fewer than ran; a prefill in several steps counts as one."""
+    for row in top.group_by("phase").aggregate([("step", "count_distinct"), ("call", "count_distinct")]).to_pylist():
+        yield row["phase"], row["call_count_distinct" if row["phase"] == PREFILL else "step_count_distinct"]
 
 
 def _values(column: pa.ChunkedArray) -> pa.Array:
@@ -367,8 +395,8 @@ def gate(first: Sequence[Trace], second: Sequence[Trace], allowed: float) -> Ver
     plain = compare(first, second)
     if plain.refused:
         return Verdict([], 0, plain.refused[0])
-    if min(plain.calls) < 2:
-        return Verdict([], 0, "a side has one call alone; trace each at least twice (--repeats)")
+    if (few := _too_few(*plain.calls)) is not None:
+        return Verdict([], 0, f"{few}; trace each at least twice (--repeats)")
     sides = _Side.of(first), _Side.of(second)
     worse, judged = regressions(*sides, list(PHASES), allowed)
     return Verdict(worse, judged, None)

@@ -7,12 +7,13 @@ from jinja2 import Environment, select_autoescape
 
 from .compare import Comparison, Row
 from .compare_view import cause_words, change_words, judgement, row_cells, shown_stages
+from .report_words import shown
 
 
 def page(found: Sequence[Comparison]) -> str:
     """Render comparisons with the same first side below each other."""
     environment = Environment(
-        autoescape=select_autoescape(default_for_string=True), trim_blocks=True, lstrip_blocks=True
+        autoescape=select_autoescape(default_for_string=True), trim_blocks=True, lstrip_blocks=True, finalize=shown
     )
     template = environment.from_string(
         resources.files(__package__).joinpath("compare.html").read_text(encoding="utf-8")

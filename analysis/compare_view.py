@@ -120,7 +120,7 @@ def cause_words(cause: Cause) -> str:
     more = "more" if cause.delta_ns > 0 else "less"
     return (
         f"{cause.phase}: {min(cause.share, 1.0):.0%} of the change is in {place}{all_layers}, "
-        f"which takes {units.time(abs(cause.delta_ns))} {more} a step"
+        f"which takes {units.time(abs(cause.delta_ns))} {more} {'a step' if cause.phase == 'decode' else 'each time'}"
     )
 
 

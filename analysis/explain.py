@@ -5,8 +5,9 @@ FLOPs, bytes, time and bound of each piece, the activations that live for a mome
 and values that stay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -20,11 +21,12 @@ from .ceilings import Ceilings
 from .roofline import ITEM_BYTES, Verdict, model_dtype, verdict, working_set
 from .trace import Trace
 
+ROLES = ("scores", "weighted sum")  # of attention's own two products
 DIMENSIONS = ("m", "n", "k", "batch", "flops", "operand_bytes")
 SPAN_COLUMNS = (
     "span", "parent", "step", "stage", "layer", "part", "module", "class_name", "call_index", "start_ns", "host_ns",
     "device_ns", "input_shape", "output_shape", "dtype", "input_bytes", "output_bytes", "weight_bytes",
-    "kv_read_bytes", "kv_write_bytes", "kv_copy_bytes", "flops", "op_count",
+    "kv_read_bytes", "kv_write_bytes", "kv_copy_bytes", "flops", "flops_dense", "op_count",
 )  # fmt: skip
 STEP_COLUMNS = (
     "step", "phase", "batch", "q_len", "kv_len_before", "kv_len_after", "weight_bytes", "kv_bytes", "wall_ns",
@@ -193,7 +195,7 @@ def _layer_spans(trace: Trace, step: int, layer: int) -> list[dict[str, Any]]:
         known = sorted({row["layer"] for row in of_step.to_pylist() if row["stage"] == "layer"})
         has = f"it has layers {known[0]} to {known[-1]}" if known else "it has none"
         raise UsageError(f"Step {step} of the trace {trace.path} has no layer {layer}; {has}.")
-    inside = [row for row in rows if row["part"] is not None]
+    inside = [row for row in rows if row is not own[0]]
     return [own[0], *sorted(inside, key=lambda row: (row["start_ns"], -row["host_ns"]))]
 
 
@@ -212,12 +214,16 @@ def _matmuls(trace: Trace, step: dict[str, Any], spans: list[dict[str, Any]], ju
     """The products of the layer in this step; between two counted lengths they lie on a line."""
     layer = spans[0]
     timed = {(row["module"], row["call_index"]): _time_ns(row) for row in spans if row["module"] is not None}
-    keys, item_bytes = step["kv_len_after"], ITEM_BYTES.get(layer["dtype"] or "")
+    item_bytes = ITEM_BYTES.get(layer["dtype"] or "")
+    rows = _in_order(_products_at(trace, step), layer["module"], layer["call_index"])
+    if layer["flops_dense"] not in (None, sum(row["flops"] for row in rows)):
+        return []  # on a line that leads past a bend, such as where a window fills
+    attention = set(_attentions(rows, step["q_len"]))
     found = []
-    for row in _in_order(_products_at(trace, step), layer["module"], layer["call_index"]):
+    for row in rows:
         at = (row["module"], row["call_index"])
         alone = row["product_count"] == 1
-        role = _role(row, keys)
+        role = ROLES[row["order"]] if at in attention else None
         result = prod((row["batch"], row["m"], row["n"])) * item_bytes if item_bytes is not None else None
         judged = judge(row["flops"], row["operand_bytes"], None, timed.get(at) if alone else None)
         sizes = {name: row[name] for name in DIMENSIONS}
@@ -225,13 +231,15 @@ def _matmuls(trace: Trace, step: dict[str, Any], spans: list[dict[str, Any]], ju
     return found
 
 
-def _role(row: dict[str, Any], keys: int | None) -> str | None:
-    """Attention's own two products: queries by keys, then weights by values."""
-    if row["product_count"] != 2 or keys is None:
-        return None
-    if row["order"] == 0 and row["n"] >= keys:
-        return "scores"
-    return "weighted sum" if row["order"] == 1 and row["k"] >= keys else None
+def _attentions(rows: list[dict[str, Any]], q_len: int | None) -> Iterator[tuple[str, int]]:
+    """The calls with attention's two products: queries by keys, then weights by values, over the same keys."""
+    for scores, mixed in pairwise(rows):
+        at = (scores["module"], scores["call_index"])
+        in_order = (scores["order"], mixed["order"]) == (0, 1) and scores["product_count"] == 2
+        one_call = at == (mixed["module"], mixed["call_index"]) and in_order
+        same = scores["batch"] == mixed["batch"] and scores["n"] == mixed["k"] and scores["m"] == mixed["m"] == q_len
+        if one_call and same:
+            yield at
 
 
 def _in_order(rows: list[dict[str, Any]], layer: str, call_index: int) -> list[dict[str, Any]]:
@@ -243,7 +251,7 @@ def _in_order(rows: list[dict[str, Any]], layer: str, call_index: int) -> list[d
     ]
     ordered: list[dict[str, Any]] = []
     modules = list(dict.fromkeys(row["module"] for row in mine))
-    outer = {name for name in modules if any(other.startswith(f"{name}.") for other in modules)}
+    outer = [name for name in modules if any(other.startswith(f"{name}.") for other in modules)]
     for name in modules:
         own = [row | {"product_count": sum(r["module"] == name for r in mine)} for row in mine if row["module"] == name]
         if name not in outer:

@@ -111,8 +111,10 @@ def _closing(walk: Walk) -> list[str]:
     if kv is not None:
         moved = f"read {units.byte_count(kv.read_bytes)}, wrote {units.byte_count(kv.write_bytes)}"
         copied = f", copied {units.byte_count(kv.copy_bytes)} besides" if kv.copy_bytes else ""
-        held = f"{units.byte_count(kv.logical_bytes)} of keys and values for {units.count(kv.length)} positions"
-        lines.append(f"persistent: {held} ({kv.kind}, {kv.dtype}); this step {moved}{copied}")
+        what = f" of keys and values for {kv.length:,} position{'s' * (kv.length != 1)}" if kv.length else ""
+        lines.append(
+            f"persistent: {units.byte_count(kv.logical_bytes)}{what} ({kv.kind}, {kv.dtype}); this step {moved}{copied}"
+        )
     source = walk.ceilings_source or "none known for this device"
     lines.append(f"ceilings: {source}; “at best” is the larger of FLOPs ÷ peak and bytes ÷ bandwidth")
     return lines

@@ -39,6 +39,18 @@ def replacing(path: Path, what: str) -> Iterator[BinaryIO]:
         raise TraceError(f"The {what} {place} cannot be written: {cause}. Choose another place with -o.") from None
 
 
+def place_in(folder: Path, name: str) -> Path:
+    """Where a file is written into a trace.
+
+    Raises:
+        TraceError: a link lies there, which would lead out of the folder of whoever made the trace.
+    """
+    place = folder / name
+    if place.is_symlink():
+        raise TraceError(f"{place} is a link, which is not followed; give -o the name of a file to write.")
+    return place
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

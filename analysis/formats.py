@@ -2,6 +2,7 @@
 
 import csv
 import io
+from typing import Any
 
 from . import units
 from .breakdown import StageTime
@@ -13,6 +14,9 @@ CSV_COLUMNS = (
     "phase", "stage", "part", "count", "time_ns", "share", "bound", "close_to", "roof_ns", "lost_ns", "efficiency",
     "compute_ns", "memory_ns", "launch_ns", "flops", "bytes", "op_count",
 )  # fmt: skip
+
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def markdown(summary: Summary) -> str:
@@ -46,11 +50,18 @@ def _stage_line(summary: Summary, row: StageTime) -> str:
 
 def _csv_row(summary: Summary, row: StageTime) -> dict[str, object]:
     found = summary.verdicts.stage(row.phase, row.stage, row.part)
-    values: dict[str, object] = {name: getattr(row, name) for name in CSV_COLUMNS[:6]}
+    values: dict[str, object] = {name: _cell(getattr(row, name)) for name in CSV_COLUMNS[:6]}
     if found is None:
         return values
     work = {"flops": found.work.flops, "bytes": found.work.bytes_, "op_count": found.work.op_count}
     return values | {name: getattr(found.verdict, name) for name in CSV_COLUMNS[6:14]} | work
+
+
+def _cell(value: Any) -> Any:
+    """A text that no spreadsheet takes for a formula: an apostrophe before what begins like one."""
+    if not isinstance(value, str):
+        return value
+    return f"'{printable(value)}" if value.startswith(FORMULA_STARTS) else printable(value)
 
 
 def _plain(text: str) -> str:

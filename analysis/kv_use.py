@@ -39,7 +39,7 @@ class KVUse:
 def kv_use(trace: Trace) -> KVUse | None:
     """What the last call's cache was used for; null where a trace has no step with one."""
     steps = _last_call(trace)
-    if not steps or steps[-1]["kv_bytes"] is None:
+    if not steps or not steps[-1]["kv_bytes"]:
         return None
     last = steps[-1]
     held, copies = last["kv_allocated_bytes"], [step["kv_copy_bytes"] for step in steps]
@@ -73,12 +73,13 @@ def _padding_bytes(trace: Trace, last: dict[str, Any]) -> int | None:
     kinds = set(trace.table("kv")["kind"].unique().to_pylist())
     if not positions or not kinds or not kinds <= WHOLE:
         return None
-    tokens = trace.table("tokens").select(["call", "source", "kept"])
+    tokens = trace.table("tokens").select(["call", "sequence", "source", "kept"])
     of_call = tokens.filter(pc.and_(pc.equal(tokens["call"], last["call"]), _is(tokens["source"], "prompt")))
     if not len(of_call) or of_call["kept"].null_count:
         return None
     padding = len(of_call) - pc.sum(of_call["kept"]).as_py()
-    return round(last["kv_bytes"] / positions * padding)
+    beams = last["batch"] / pc.count_distinct(of_call["sequence"]).as_py()  # each holds its prompt's padding
+    return round(last["kv_bytes"] / positions * padding * beams)
 
 
 def _is(column: pa.ChunkedArray, word: str) -> pa.ChunkedArray:

@@ -56,8 +56,7 @@ def latency(trace: Trace) -> Latency:
     calls = top_calls(trace)
     steps = _top_steps(trace)
     gaps = sorted(_gaps(trace, {call["call"] for call in calls}, {row["step"] for row in steps if row["warmup"]}))
-    cold = {row["call"] for row in steps if row["warmup"] and row["phase"] == "prefill"}
-    warm = [call for call in calls if call["call"] not in cold] or calls
+    warm = warm_calls(trace)
     prefill_ns = _prefill_ns(steps)
     return Latency(
         calls=len(calls),
@@ -85,6 +84,13 @@ def latency(trace: Trace) -> Latency:
 def top_calls(trace: Trace) -> list[dict[str, Any]]:
     """The calls of `generate` that gave tokens, those inside other calls left out."""
     return [call for call in trace.meta.get("calls") or [] if _gave_tokens(call)]
+
+
+def warm_calls(trace: Trace) -> list[dict[str, Any]]:
+    """Those of the calls whose prefill was not cold; all of them where it was in each."""
+    calls = top_calls(trace)
+    cold = {row["call"] for row in _top_steps(trace) if row["warmup"] and row["phase"] == "prefill"}
+    return [call for call in calls if call["call"] not in cold] or calls
 
 
 def ttft_ns(call: dict[str, Any]) -> int:

@@ -15,7 +15,7 @@ from .summary import UNSTEADY
 from .trace import Trace
 
 STATUS = {
-    "running": "The run was killed, or is still going: what had been written until then is shown.",
+    "running": "What had been written until now is shown.",
     "interrupted": "The run was interrupted: the steps until then are shown.",
     "failed": "The run failed: the steps until then are shown.",
     "oom": "The run ended for want of memory: the steps until then are shown.",
@@ -60,7 +60,9 @@ def cards(trace: Trace, numbers_: Latency) -> list[Card]:
 def marks(trace: Trace) -> list[Mark]:
     """What a reader should know before trusting the numbers."""
     status = trace.meta.get("status")
-    found = [Mark("bad", STATUS.get(str(status), f"Status: {status}."))] if status != "complete" else []
+    words = STATUS.get(str(status), visible(f"Status: {status}."))
+    found = [Mark("bad", words)] if status != "complete" else []
+    found += [Mark("bad", f"{gap[0].upper()}{gap[1:]}.") for gap in trace.gaps]
     if trace.meta.get("error"):
         found.append(Mark("bad", visible(str(trace.meta["error"]))))
     found += _baseline_marks(trace.meta.get("overhead") or {})

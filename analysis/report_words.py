@@ -115,6 +115,11 @@ def visible(text: str) -> str:
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", _picture, text)
 
 
+def shown(value: Any) -> Any:
+    """What a page shows of a value: of a text no character that steers; markup of our own as it is."""
+    return visible(value) if type(value) is str else value
+
+
 def _picture(match: re.Match[str]) -> str:
     code = ord(match[0])
     return chr(0x2400 + code) if code < 0x20 else f"[U+{code:04X}]"

@@ -164,7 +164,7 @@ SPANS = Table(
             "at its end, in an untimed pass: CUDA allocator, on a CPU live tensors",
         ),
         Column("mem_peak_bytes", INT, "at most while it ran, in the same pass"),
-        Column("starved", FLAG, "the device had run out of work when this began; null where unknown"),
+        Column("starved", FLAG, "the device had done all work marked before when this began; null on a CPU"),
     ),
 )
 
@@ -304,13 +304,18 @@ MANIFEST_KEYS = {
     "post_mortem": "of a run that ended for want of memory; null otherwise",
 }
 
-# What a reader relies on; every key may also be null.
-MANIFEST_TYPES: dict[str, type] = {
-    "run_id": str, "status": str, "model": dict, "device": dict, "versions": dict, "settings": dict,
-    "generation": dict, "prompt": list, "output": list, "calls": list, "ceilings": dict, "overhead": dict,
-    "memory": dict, "predictions": dict, "post_mortem": dict,
-    "uncounted": list, "notes": list,
-}  # fmt: skip
+# The column that tells the rows of one rank apart.
+UNIQUE = {"steps": "step", "spans": "span"}
+# Columns that are never null: what readers order, join and add up by.
+REQUIRED = {
+    "steps": frozenset(("call", "step", "phase", "wall_ns")),
+    "spans": frozenset(("span", "stage", "start_ns", "host_ns")),
+    "kv": frozenset(("step", "layer", "kind")),
+    "tokens": frozenset(("call", "sequence", "position", "token_id", "source", "kept")),
+    "modules": frozenset(("module", "class_name", "parameters")),
+    "products": frozenset(column.name for column in PRODUCTS.columns),
+    "ops": frozenset(("step", "phase", "op", "count", "host_ns")),
+}
 
 
 def markdown() -> str:

@@ -95,7 +95,7 @@ def summarize(trace: Trace) -> Summary:
         post_mortem=meta.get("post_mortem"),
         overhead=meta.get("overhead"),
         uncounted=meta.get("uncounted"),
-        notes=[*(meta.get("notes") or []), *verdicts.notes, *_doubts(trace)],
+        notes=[*(meta.get("notes") or []), *trace.gaps, *verdicts.notes, *_doubts(trace)],
     )
 
 

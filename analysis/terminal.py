@@ -8,6 +8,7 @@ from rich.text import Text
 
 from . import units
 from .breakdown import StageTime
+from .console import escaped
 from .kv_use import KVUse
 from .latency import Latency
 from .operators import OperatorTime
@@ -19,12 +20,18 @@ from .verdict_view import bound_cell, lead_rows
 
 BAR_WIDTH = 12
 OPERATORS_SHOWN = 6
+MOST_CHARACTERS = 50_000
 WIDE, WIDER = 90, 124  # columns from which there is room for shares beside the bounds, and for bars
 
 
 def printable(text: str) -> str:
-    """Show control characters as their escapes: a text from a model must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    """Show control characters as their escapes: a text from a model must not steer the terminal.
+
+    Of one that is longer than anyone reads in a terminal, the beginning.
+    """
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[:MOST_CHARACTERS]} … ({len(text) - MOST_CHARACTERS:,} more characters are in the trace)"
+    return escaped(text)
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -177,7 +184,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     for text in summary.output or ():
         console.print(Panel(Text(printable(text)), title="generated", title_align="left", box=box.ROUNDED))
     if summary.status != "complete":
-        console.print(Text(f"This run is {summary.status}; what follows is what was recorded.", style="bold yellow"))
+        status = printable(summary.status)
+        console.print(Text(f"This run is {status}; what follows is what was recorded.", style="bold yellow"))
     for sentence in post_mortem_words(summary.post_mortem) if summary.post_mortem else ():
         console.print(Text(printable(sentence), style="bold"))
     console.print(_grid(lead_rows(summary.verdicts)))

@@ -1,23 +1,20 @@
 """Reads a trace folder. Nothing here runs anything that a trace holds: JSON and Parquet only."""
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from lifetrace.errors import TraceError
-
-from . import schema
+from . import schema, table_file
+from .gaps import part_gap, status_gap
+from .manifest import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-MANIFEST = "run.json"
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+MAX_DIGITS = 18  # of a part's number
 
 
 class Trace:
@@ -33,6 +30,7 @@ class Trace:
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
         self.meta = meta
+        self._version: int = meta.get("written_version", schema.FORMAT_VERSION)
         self._tables: dict[str, pa.Table] = {}
 
     def table(self, name: str) -> pa.Table:
@@ -42,7 +40,7 @@ class Trace:
             TraceError: when a file of it cannot be read, or lacks a column.
         """
         if name not in self._tables:
-            self._tables[name] = _read_table(self.path, schema.TABLES[name])
+            self._tables[name] = _read_table(self.path, schema.TABLES[name], self._version)
         return self._tables[name]
 
     @cached_property
@@ -79,6 +77,13 @@ class Trace:
     def ops(self) -> "pd.DataFrame":
         """One row an operator of a place in a profiled step; empty unless the run was told `--ops`."""
         return _frame(self.table("ops"))
+
+    @cached_property
+    def gaps(self) -> list[str]:
+        """What is missing, in sentences: of a run that goes on still or was killed, of a file that was lost."""
+        found = [status_gap(self.path, self.meta.get("status"))]
+        found += [_part_gap(self.path, table) for table in schema.TABLES.values() if table.in_parts]
+        return [gap for gap in found if gap is not None]
 
     def timeline(self) -> "go.Figure":
         """Draw each step as a bar of the stages that took its time."""
@@ -141,7 +146,7 @@ def read_trace(path: str | Path) -> Trace:
     folder = Path(path)
     if folder.name == MANIFEST:
         folder = folder.parent
-    return Trace(folder, _read_manifest(folder))
+    return Trace(folder, read_manifest(folder))
 
 
 def trace_folders(path: str | Path) -> list[Path]:
@@ -162,76 +167,35 @@ def read_traces(path: str | Path) -> list[Trace]:
     return [read_trace(folder) for folder in folders] if folders else [read_trace(path)]
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST
-    if not folder.is_dir():
-        raise TraceError(f"There is no folder {folder}; give the path of a trace.")
-    if not file.is_file():
-        raise TraceError(f"{folder} is no trace: it holds no {MANIFEST}. Give the folder that `lifetrace run` wrote.")
-    if file.stat().st_size > MAX_MANIFEST_BYTES:
-        raise TraceError(f"{file} is larger than {MAX_MANIFEST_BYTES} bytes; a manifest of lifetrace never is.")
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TraceError(
-            f"{file} cannot be read as JSON: {error}. The trace's Parquet files may still be whole."
-        ) from None
-    if not isinstance(meta, dict) or not isinstance(meta.get("format_version"), int):
-        raise TraceError(f"{file} is no manifest of lifetrace: it has no format_version.")
-    for key, type_ in schema.MANIFEST_TYPES.items():
-        if meta.get(key) is not None and not isinstance(meta[key], type_):
-            raise TraceError(f"{file} is damaged: {key} is a {type(meta[key]).__name__}, not a {type_.__name__}.")
-    if any(not isinstance(call, dict) for call in meta.get("calls") or []):
-        raise TraceError(f"{file} is damaged: its calls are no objects.")
-    if meta["format_version"] > schema.FORMAT_VERSION:
-        raise TraceError(
-            f"{folder} was written in format {meta['format_version']}, this lifetrace reads up to "
-            f"{schema.FORMAT_VERSION}. Update lifetrace to read it."
-        )
-    return meta
-
-
-def _read_table(folder: Path, table: schema.Table) -> pa.Table:
-    if table.in_parts:
-        files = _uncovered(sorted((folder / table.name).glob("part-*.parquet")))
-    else:
-        files = [file for file in [folder / f"{table.name}.parquet"] if file.is_file()]
-    parts = [_read_file(file, table) for file in files]
+def _read_table(folder: Path, table: schema.Table, version: int) -> pa.Table:
+    files = table_file.files_of(folder, table)
+    parts = table_file.read_files(_uncovered(files) if table.in_parts else files, table, version)
     if not parts:
         return table.schema.empty_table()
-    whole: pa.Table = pa.concat_tables(parts)
-    return whole.unify_dictionaries()
+    whole: pa.Table = pa.concat_tables(parts).unify_dictionaries()
+    table_file.check_whole(folder, whole, table)
+    return whole
 
 
 def _uncovered(files: list[Path]) -> list[Path]:
     """Leave out parts that an earlier one stands for: they outlive it when a run is killed while it closes."""
     chosen, covered = [], -1
     for file in files:
-        number = int("".join(c for c in file.stem if c.isdigit()) or 0)
+        number = part_number(file)
         if number > covered:
             chosen.append(file)
-            covered = number + _covers(file) - 1
+            covered = number + table_file.covers(file) - 1
     return chosen
 
 
-def _covers(file: Path) -> int:
-    try:
-        metadata = pq.read_schema(file).metadata or {}
-        return max(1, int(metadata.get(schema.COVERS, b"1")))
-    except (OSError, ValueError, pa.ArrowException):
-        return 1  # a damaged file is reported when its rows are read
+def _part_gap(folder: Path, table: schema.Table) -> str | None:
+    files = _uncovered(table_file.files_of(folder, table))
+    return part_gap(table.name, [(part_number(file), table_file.covers(file)) for file in files])
 
 
-def _read_file(file: Path, table: schema.Table) -> pa.Table:
-    try:
-        rows = pq.read_table(file, partitioning=None)
-        missing = [name for name in table.schema.names if name not in rows.column_names]
-        if missing:
-            raise TraceError(f"{file} lacks the column {missing[0]}; it is no {table.name} table of this format.")
-        return rows.select(table.schema.names).cast(table.schema)
-    except (OSError, pa.ArrowException) as error:
-        first_line = str(error).partition("\n")[0]
-        raise TraceError(f"{file} cannot be read: {first_line}. Move it away to read the rest of the trace.") from None
+def part_number(file: Path) -> int:
+    """The number in the name of a part file."""
+    return int("".join(c for c in file.stem if c in "0123456789")[:MAX_DIGITS] or 0)
 
 
 def _frame(rows: pa.Table) -> "pd.DataFrame":

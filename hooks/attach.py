@@ -4,7 +4,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,9 @@ LOOP_SLOTS = tuple(
 )
 
 
-class Inert:
-    """What a mark becomes in a copy or a pickle of the model: it does nothing."""
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
+# What a hook becomes in a copy or a pickle of the model: a function of Python's own that takes anything and does
+# nothing, so that a model that was saved while it was traced loads where there is no lifetrace.
+INERT = (getattr, (nullcontext(), "__exit__"))
 
 
 class RootHooks:
@@ -78,7 +76,7 @@ class RootHooks:
             self.recorder.forward_ends(arguments, output, outer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Inert, ()
+        return INERT
 
 
 class HandCalls:
@@ -118,7 +116,7 @@ class ExpertHook:
             self.recorder.experts_chosen(self.name, choice)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Inert, ()
+        return INERT
 
 
 class RootHook:
@@ -127,21 +125,13 @@ class RootHook:
     def __init__(self, call: Any) -> None:
         self.call = call
 
+    @torch.compiler.disable  # generate may compile the model by itself: what we do must not go into its graphs
     def __call__(self, *args: Any) -> None:
         """Pass on."""
         self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Inert, ()
-
-
-class CompiledRootHook(RootHook):
-    """The same on a compiled model: it breaks the graph rather than being traced into it."""
-
-    @torch.compiler.disable
-    def __call__(self, *args: Any) -> None:
-        """Pass on."""
-        self.call(*args)
+        return INERT
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -265,10 +255,9 @@ class Attachment:
     def attach(self) -> None:
         """Put everything on."""
         hooks = RootHooks(self.model, self.recorder, self.number)
-        hook = CompiledRootHook if is_compiled(self.model) else RootHook
         self._handles = [
-            self.model.register_forward_pre_hook(hook(hooks.begin), prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(hook(hooks.end), with_kwargs=True, always_call=True),
+            self.model.register_forward_pre_hook(RootHook(hooks.begin), prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(RootHook(hooks.end), with_kwargs=True, always_call=True),
         ]
         for name in self._expert_modules:
             expert_hook = ExpertHook(self.recorder, name)

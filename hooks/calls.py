@@ -8,9 +8,12 @@ stored in a module: copies and pickles are of the class itself. Inside what torc
 marks are not there: a compiled region is one piece.
 """
 
+import abc
 import copyreg
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -50,7 +53,10 @@ def _host_call(original: Call, codes: dict[int, int], tape: HostTape) -> Call:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(self, *args, **kwargs)
-        code, append = codes[id(self)], tape.append
+        code = codes.get(id(self))
+        if code is None:  # made of this class while it stood in, or not marked any more
+            return original(self, *args, **kwargs)
+        append = tape.append
         append(code)
         append(now())
         result = original(self, *args, **kwargs)
@@ -67,7 +73,9 @@ def _tape_call(original: Call, codes: dict[int, int], tape: Tape) -> Call:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        code = codes[id(self)]
+        code = codes.get(id(self))
+        if code is None:
+            return original(self, *args, **kwargs)
         tape.mark(code)
         result = original(self, *args, **kwargs)
         tape.mark(code + 1)
@@ -76,11 +84,11 @@ def _tape_call(original: Call, codes: dict[int, int], tape: Tape) -> Call:
     return call
 
 
-def _telling_call(original: Call, told: MarkedCall) -> Call:
+def _telling_call(original: Call, codes: dict[int, int], told: MarkedCall) -> Call:
     """`__call__` of one module that tells of its calls around what `original` does."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or id(self) not in codes:
             return original(self, *args, **kwargs)
         if told.before is not None:
             told.before(args, kwargs)
@@ -92,55 +100,95 @@ def _telling_call(original: Call, told: MarkedCall) -> Call:
     return call
 
 
-def _stand_in(cls: type[nn.Module], own: type[nn.Module], call: Call) -> type[nn.Module]:
+def _stand_in(cls: type, own: Any, call: Call) -> type:
     """A subclass of `cls` that stands in for a module's own class; copies and pickles are of that one."""
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        function, args, *rest = own.__reduce_ex__(self, protocol)
+        reduced = own.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        function, args, *rest = reduced
         args = tuple(own if arg is type(self) else arg for arg in args)
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             function, args = copyreg._reconstructor, (own, object, None)  # type: ignore[attr-defined]
         return function, args, *rest
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(cls)(own.__name__, (cls,), {"__call__": call, "__reduce_ex__": reduce, **names})
+    body = names | {"__call__": call, "__reduce_ex__": reduce}
+    return _subclass(cls, own.__name__, body)
+
+
+def _subclass(cls: type, name: str, body: dict[str, Any]) -> type:
+    """A subclass of which neither the class nor a metaclass of its own is told: it is none that a program made."""
+    kind = type(cls)
+    make = kind if kind in (type, abc.ABCMeta) else partial(type.__new__, kind)
+    if not hasattr(cls.__init_subclass__, "__func__"):  # Python's own, which does nothing
+        made: type = make(name, (cls,), body)
+        return made
+    made = make(name, (nn.Module,), body)
+    made.__bases__ = (cls,)
+    return made
+
+
+# What each class stood in for that stands in no more. Another trace of the same module may have begun on top of it.
+_past: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
 
 
 class CallMarks:
     """Marks the calls of some modules of one trace, between `on` and `off`; `close` lets go of them.
 
-    Each module has a class while marks are on, one while they are off, and its own.
+    Each module has a class while marks are on, one while they are off, and its own. Where something
+    else has changed its class since, that stays: ours below it then passes calls on.
     """
 
     def __init__(self, calls: Iterable[MarkedCall], tape: Tape) -> None:
-        codes: dict[int, int] = {}
-        marking: dict[type, type] = {}
+        self._calls = tuple(calls)
+        self._tape = tape
+        self._codes: dict[int, int] = {}
         self._classes: list[tuple[nn.Module, type, type, type]] = []
-        for call in calls:
-            codes[id(call.module)] = call.code
-            own = on = off = type(call.module)
+
+    def _open(self) -> None:
+        """Make the classes: of what the modules are now, for another trace may have ended before this one begins."""
+        self._codes.update((id(call.module), call.code) for call in self._calls)
+        marking: dict[type, type] = {}
+        for call in self._calls:
+            own = off = type(call.module)
             if own not in marking:
-                marks = _host_call(own.__call__, codes, tape) if isinstance(tape, HostTape) else None
-                marking[own] = _stand_in(own, own, marks or _tape_call(own.__call__, codes, tape))
+                marking[own] = _stand_in(own, own, self._marking_call(own))
             on = marking[own]
             if call.told:
-                on, off = (_stand_in(cls, own, _telling_call(cls.__call__, call)) for cls in (on, own))
+                on, off = (_stand_in(cls, own, _telling_call(cls.__call__, self._codes, call)) for cls in (on, own))
             self._classes.append((call.module, on, off, own))
+
+    def _marking_call(self, own: Any) -> Call:
+        if isinstance(self._tape, HostTape):
+            return _host_call(own.__call__, self._codes, self._tape)
+        return _tape_call(own.__call__, self._codes, self._tape)
 
     def on(self) -> None:
         """Mark from now on."""
-        for module, on, _, _ in self._classes:
-            _set_class(module, on)
+        if not self._classes:
+            self._open()
+        for module, on, off, own in self._classes:
+            if type(module) in (off, own):
+                _set_class(module, on)
 
     def off(self) -> None:
         """Mark no more, until `on`; what is told of calls is told of them still."""
-        for module, _, off, _ in self._classes:
-            _set_class(module, off)
+        for module, on, off, _ in self._classes:
+            if type(module) is on:
+                _set_class(module, off)
 
     def close(self) -> None:
         """Leave every module as it was."""
-        for module, _, _, own in self._classes:
-            _set_class(module, own)
+        classes, self._classes = self._classes, []
+        self._codes.clear()
+        for module, on, off, own in classes:
+            while own in _past:
+                own = _past[own]
+            _past.update((cls, own) for cls in (on, off) if cls is not own)
+            if type(module) in (on, off):
+                _set_class(module, own)
 
 
 def _set_class(module: nn.Module, cls: type) -> None:

@@ -206,7 +206,7 @@ def describe(call: CallCount, args: Any, kwargs: dict[str, Any], output: Any) ->
     named = {name: value for name, value in kwargs.items() if "mask" not in name and "cache" not in name}
     given = _activations((args, named))
     # An attention map that only an eager implementation returns is no traffic of the boundary.
-    returned = [tensor for tensor in _activations(output) if not hasattr(tensor, "_lifetrace_scores")]
+    returned = [tensor for tensor in _activations(output) if not _is_attention_map(tensor)]
     if given:
         call.input_shape = tuple(given[0].shape)
     if returned:
@@ -214,6 +214,12 @@ def describe(call: CallCount, args: Any, kwargs: dict[str, Any], output: Any) ->
         call.dtype = str(returned[0].dtype).removeprefix("torch.")
     call.input_bytes = sum(tensor.nbytes for tensor in given)
     call.output_bytes = sum(tensor.nbytes for tensor in returned)
+
+
+def _is_attention_map(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is softmax of scores; those of a product that came to no softmax are none, as of experts."""
+    scores = getattr(tensor, "_lifetrace_scores", None)
+    return scores is not None and scores.softmaxed
 
 
 def causal_pairs(q_len: int, before: int, window: int | None = None, chunk: int | None = None) -> int:

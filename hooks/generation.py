@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lifetrace.errors import ModelError
 
+from .guard import guarded
 from .recorder import STOP, STREAM, Call, Recorder, begins, ends
 
 _lock = threading.Lock()
@@ -49,7 +50,7 @@ class MarkedCriteria(StoppingCriteriaList):
         """Check as the list itself does."""
         self.recorder.checking(input_ids.shape[-1])
         done = super().__call__(input_ids, scores, **kwargs)
-        self.recorder.tape.mark(ends(STOP))
+        self.recorder.mark(ends(STOP))
         return done
 
 
@@ -62,15 +63,15 @@ class MarkedStreamer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """Pass tokens on."""
-        self.recorder.tape.mark(begins(STREAM))
+        self.recorder.mark(begins(STREAM))
         self.streamer.put(value)
-        self.recorder.tape.mark(ends(STREAM))
+        self.recorder.mark(ends(STREAM))
 
     def end(self) -> None:
         """Pass the end on."""
-        self.recorder.tape.mark(begins(STREAM))
+        self.recorder.mark(begins(STREAM))
         self.streamer.end()
-        self.recorder.tape.mark(ends(STREAM))
+        self.recorder.mark(ends(STREAM))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.streamer, name)
@@ -136,26 +137,40 @@ def _seam(cls: type, function: Callable[..., Any], seam: Callable[..., Any]) -> 
 
 
 def _generate(recorder: Recorder, function: Any, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    opened = _begin(recorder, args, kwargs)
+    if opened is None:
+        return function(model, *args, **kwargs)
+    call, outer = opened
+    failed = True
+    try:
+        if kwargs.get("streamer") is not None:
+            kwargs = kwargs | {"streamer": MarkedStreamer(kwargs["streamer"], recorder)}
+        output = function(model, *args, **kwargs)
+        _note_output(recorder, call, output)
+        failed = False
+        return output
+    except BaseException as error:
+        _note_error(recorder, call, error)
+        raise
+    finally:
+        recorder.end_call(outer, failed)
+
+
+@guarded
+def _begin(recorder: Recorder, args: Any, kwargs: dict[str, Any]) -> tuple[Call, Any]:
     recorder.hand_ends(reached_head=False)
     # A generate inside a generate drafts for it; it may be of this model or of another.
     role = "main" if recorder.current_call() is None else "assistant"
     if kwargs.get("assistant_model") is not None:
         recorder.on_assistant(kwargs["assistant_model"])
     call, outer = recorder.begin_call("generate", role)
-    failed = True
-    try:
-        _note_inputs(call, args, kwargs)
-        if kwargs.get("streamer") is not None:
-            kwargs = kwargs | {"streamer": MarkedStreamer(kwargs["streamer"], recorder)}
-        output = function(model, *args, **kwargs)
-        _note_output(call, output)
-        failed = False
-        return output
-    except BaseException as error:
-        call.error = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        recorder.end_call(outer, failed)
+    _note_inputs(call, args, kwargs)
+    return call, outer
+
+
+@guarded
+def _note_error(recorder: Recorder, call: Call, error: BaseException) -> None:
+    call.error = f"{type(error).__name__}: {error}"
 
 
 def _note_inputs(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,7 +185,8 @@ def _note_inputs(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     call.prompt_mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 
-def _note_output(call: Call, output: Any) -> None:
+@guarded
+def _note_output(recorder: Recorder, call: Call, output: Any) -> None:
     sequences = output if isinstance(output, torch.Tensor) else getattr(output, "sequences", None)
     if isinstance(sequences, torch.Tensor):
         # Codebooks of one sequence stand in a dimension of their own; each is a sequence of tokens.
@@ -188,14 +204,16 @@ def _processors(recorder: Recorder, function: Any, model: Any, args: Any, kwargs
 
 def _criteria(recorder: Recorder, function: Any, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     criteria = function(model, *args, **kwargs)
-    call = recorder.current_call()
-    if call is not None:
-        _note_criteria(call, criteria)
+    _note_criteria(recorder, criteria)
     return MarkedCriteria(criteria, recorder)
 
 
-def _note_criteria(call: Call, criteria: StoppingCriteriaList) -> None:
+@guarded
+def _note_criteria(recorder: Recorder, criteria: StoppingCriteriaList) -> None:
     """Remember what can end the call; which one did is told from the tokens afterwards."""
+    call = recorder.current_call()
+    if call is None:
+        return
     own = []
     for criterion in criteria:
         if (eos := getattr(criterion, "eos_token_id", None)) is not None:

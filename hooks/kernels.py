@@ -131,10 +131,12 @@ def _label(event: Any) -> str | None:
 
 
 def _idle_ns(events: Any) -> int | None:
-    """Between the first kernel's start and the last one's end, the time that no kernel covers."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end) for event in events if event.device_type == DeviceType.CUDA
-    )
+    """Between the first kernel's start and the last one's end, the time that no kernel covers.
+
+    Our labels stand on the device's timeline too, around their kernels and what lies between these.
+    """
+    kernels = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+    spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
     if not spans:
         return None
     idle, reached = 0.0, spans[0][0]
@@ -165,8 +167,10 @@ def labels(model: nn.Module) -> Iterator[None]:
 def _labelled(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
     """The functions to label, each by what holds it and its name."""
     for module in {type(module).__module__: None for module in model.modules()}:
-        home = sys.modules[module]
-        for name in [name for name in vars(home) if name.startswith("apply_") and ("rotary" in name or "rope" in name)]:
+        home = sys.modules.get(module)  # a class may come from a module that nobody imports
+        for name in [
+            name for name in vars(home or object) if name.startswith("apply_") and ("rotary" in name or "rope" in name)
+        ]:
             yield home, name, ROTARY
     for cache in vars(cache_utils).values():
         if isinstance(cache, type) and issubclass(cache, cache_utils.Cache) and "update" in vars(cache):

@@ -20,6 +20,7 @@ import torch
 
 from . import kvcache
 from .clocks import Marks, Pending, Tape
+from .guard import guarded
 from .kvstate import NOTHING, CacheWatch, KVState
 
 # Slots 0 to 5 belong to the loop; modules follow. A code is twice its slot, plus one at the end.
@@ -171,6 +172,7 @@ class Recorder:
         self.flush_steps = flush_steps
         self.flush_seconds = flush_seconds
         self.calls: list[Call] = []
+        self.fault: Exception | None = None  # of our own: from then on events pass by
         self.refuses_batches = True  # continuous batching, which cannot be traced: refused, or passed by
         self.batches_passed = 0
         self.repeat = 0
@@ -182,6 +184,7 @@ class Recorder:
 
     # -- calls ---------------------------------------------------------------------------
 
+    @guarded
     def begin_call(self, kind: str, role: str = "main") -> tuple[Call, tuple[Call | None, Step | None, Any]]:
         """Open a call; returns it with what the thread was in the middle of, for `end_call`.
 
@@ -203,6 +206,7 @@ class Recorder:
             self._open_step(role)
         return call, outer
 
+    @guarded
     def end_call(self, outer: tuple[Call | None, Step | None, Any], failed: bool = False) -> None:
         """Close the call and its last step, and take up again what was set aside."""
         call, step = self._thread.call, self._thread.step
@@ -212,6 +216,11 @@ class Recorder:
             self._close_step()
         call.end_ns = perf_counter_ns()
         self._take_up(outer)
+
+    @guarded
+    def mark(self, code: int) -> None:
+        """Leave a mark of the loop's own."""
+        self.tape.mark(code)
 
     def current_call(self) -> Call | None:
         """The call that this thread is in."""
@@ -235,6 +244,7 @@ class Recorder:
 
     # -- steps ---------------------------------------------------------------------------
 
+    @guarded
     def preparing(self) -> None:
         """The loop prepares the inputs of a forward: the next step begins here."""
         step = self._thread.step
@@ -244,6 +254,7 @@ class Recorder:
             self._flush_if_due()
             self._open_step(role)
 
+    @guarded
     def forward_begins(self, arguments: dict[str, Any], model: int = 0) -> tuple[Call | None, Step | None, Any] | None:
         """The forward of a model (0, or the number of an assistant) begins; returns what `forward_ends` needs."""
         self.hand_ends(reached_head=False)
@@ -272,6 +283,7 @@ class Recorder:
         self.tape.mark(begins(FORWARD))
         return outer
 
+    @guarded
     def forward_ends(self, arguments: dict[str, Any], output: Any, outer: Any) -> None:
         """The model's forward returned: note the cache, and close a step that stands alone."""
         self.tape.mark(ends(FORWARD))
@@ -301,6 +313,7 @@ class Recorder:
         step.kv_after, seen = step.call.cache_watch.after(cache, expected)
         step.kv_len_after = seen if cache is not None else signature.q_len
 
+    @guarded
     def experts_chosen(self, module: str, choice: torch.Tensor) -> None:
         """A router's choice reached the experts: kept until the step is handed on, and read only then."""
         if self._thread.step is not None:
@@ -313,6 +326,7 @@ class Recorder:
         thread = self._thread
         return thread.step is None or thread.step.call.kind == "modules"
 
+    @guarded
     def hand_begins(self, given: torch.Tensor) -> None:
         """The embedding was called by hand with ids of shape [batch, positions]: a step begins."""
         self.begin_call("modules")
@@ -322,6 +336,7 @@ class Recorder:
         step.signature = _signature({"input_ids": given, "use_cache": False}, None, 0, NOTHING)
         self.tape.mark(begins(FORWARD))
 
+    @guarded
     def hand_cache(self, arguments: dict[str, Any]) -> None:
         """The first layer of such a step was called: what it was given tells of a cache."""
         step, cache = self._thread.step, kvcache.find_cache(arguments)
@@ -333,6 +348,7 @@ class Recorder:
         step.prefill = seen == 0 or step.signature.q_len > 1
         step.hand_cache = weakref.ref(cache)
 
+    @guarded
     def hand_ends(self, reached_head: bool) -> None:
         """The head was called, or something else begins: the step by hand ends, if there is one.
 
@@ -351,12 +367,14 @@ class Recorder:
 
     # -- choosing ------------------------------------------------------------------------
 
+    @guarded
     def choosing_begins(self) -> None:
         """The logits processors begin."""
         self.tape.mark(begins(LOGITS))
         if self._thread.step is not None:
             self._thread.step.choosing = True
 
+    @guarded
     def choosing_ends(self) -> None:
         """The logits processors have ended; a token is chosen next."""
         self.tape.mark(ends(LOGITS))
@@ -366,6 +384,7 @@ class Recorder:
             step.chose = True
             step.call.has_chosen = True
 
+    @guarded
     def checking(self, length: int) -> None:
         """The stopping criteria begin, with sequences of this many tokens: those of this step are chosen."""
         self.tape.mark(begins(STOP))

@@ -1,6 +1,7 @@
 """The command line: the group of commands, and how errors leave it."""
 
 import errno
+import os
 import sys
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,11 @@ from .commands.show import show
 from .commands.sweep import sweep
 from .errors import LifetraceError
 
+# Commands that read what a stranger may have sent.
+READING = ("show", "explain", "compare", "report", "export")
+UNEXPECTED = "could not make sense of this trace"
+SHOW_TRACEBACK = "LIFETRACE_TRACEBACK"
+
 
 class Lifetrace(click.Group):
     """The group of commands; turns lifetrace's errors into a sentence and an exit code."""
@@ -36,15 +42,26 @@ class Lifetrace(click.Group):
         except KeyboardInterrupt:
             click.echo("lifetrace: interrupted.", err=True)
             ctx.exit(1)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                click.echo("lifetrace: the output could not be written: its disk is full.", err=True)
+                ctx.exit(1)
+            if ctx.invoked_subcommand not in READING or os.environ.get(SHOW_TRACEBACK):
                 raise
-            click.echo("lifetrace: the output could not be written: its disk is full.", err=True)
-            ctx.exit(1)
+            what = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            click.echo(
+                f"lifetrace: {ctx.invoked_subcommand} {UNEXPECTED} ({_one_line(what)}). It is damaged, or this is a "
+                f"bug of lifetrace: {SHOW_TRACEBACK}=1 shows where.",
+                err=True,
+            )
+            ctx.exit(2)
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text as one line that does not steer the terminal: a path or a message may come from a stranger."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 @click.group(cls=Lifetrace, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

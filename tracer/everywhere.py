@@ -13,14 +13,16 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lifetrace.errors import LifetraceError
+from lifetrace.errors import LifetraceError, RunError
 
 if TYPE_CHECKING:
     from .analysis.trace import Trace
+    from .hooks.recorder import Recorder
     from .session import Session
 
 GENERATION = "transformers.generation.utils"
@@ -56,6 +58,7 @@ class trace_all(ContextDecorator):
 
     Args:
         out, detail, every, steps, force: as of `lifetrace.trace`.
+        strict: raise when the block has ended and lifetrace itself had failed; `notes` says how in any case.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class trace_all(ContextDecorator):
         every: int = 1,
         steps: tuple[int, int | None] = (0, None),
         force: bool = False,
+        strict: bool = False,
     ) -> None:
+        self.strict = strict
         self._recording = Recording(Path(out) if out is not None else None, detail, every, steps, force)
         self._lock = threading.RLock()
         self._thread = threading.local()
@@ -74,6 +79,8 @@ class trace_all(ContextDecorator):
 
     def _begin(self) -> None:
         self.notes: list[str] = []
+        self.faults: list[LifetraceError] = []
+        self._ended: list[tuple[Path, int]] = []
         self._sessions: list[Session] = []
         self._seen: dict[int, tuple[Any, Session | None]] = {}
 
@@ -86,29 +93,33 @@ class trace_all(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(error)
+        if self.strict and error is None and self.faults:
+            raise self.faults[0]
 
     def close(self, error: BaseException | None = None) -> None:
         """End all traces; `error` is what ended the block, if it did not end by itself."""
         self._undo()
-        for session in self._sessions:
+        sessions, self._sessions = self._sessions, []
+        self._seen.clear()
+        for session in sessions:
             from .session import status_of
 
             session.end_automatic()
-            session.use_tokenizer(tokenizer_of(session.model))
+            session.guarded(partial(_find_tokenizer, session))
             session.finish(status_of(error), error)
-            self.notes += [str(fault) for fault in session.faults]
-        self._seen.clear()
+            self.faults += session.faults
+            self._ended.append((session.path, _generates(session)))
+        self.notes += [str(fault) for fault in self.faults]
 
     @property
     def paths(self) -> list[Path]:
         """The folders of the traces."""
-        return [session.path for session in self._sessions]
+        return [path for path, _ in self._ended] + [session.path for session in self._sessions]
 
     @property
     def calls(self) -> int:
         """How many generates were traced, those inside others left out."""
-        calls = [call for session in self._sessions for call in session.recorder.calls]
-        return sum(call.kind == "generate" and call.parent_step is None for call in calls)
+        return sum(calls for _, calls in self._ended) + sum(map(_generates, self._sessions))
 
     @property
     def traces(self) -> "list[Trace]":
@@ -129,9 +140,13 @@ class trace_all(ContextDecorator):
                 return original(model, *args, **kwargs)
             self._thread.inside = True
             try:
-                if self._passes(model):
+                recorder = self._unseen(model)
+                if recorder is None:
                     return original(model, *args, **kwargs)
-                return type(model).generate(model, *args, **kwargs)  # now with its seams, and through here once more
+                from .hooks.generation import _generate
+
+                # Not the `generate` of its class: one of its own, which came here by super(), would run twice.
+                return _generate(recorder, original, model, args, kwargs)
             finally:
                 self._thread.inside = False
 
@@ -142,24 +157,29 @@ class trace_all(ContextDecorator):
 
         return undo
 
-    def _passes(self, model: Any) -> bool:
-        """Whether a generate goes straight on: its seams have seen it, or its model cannot be traced.
+    def _unseen(self, model: Any) -> "Recorder | None":
+        """What has to be told of a generate; none where its seam told of it, or its model cannot be traced.
 
         A model is taken in at its first generate. A method that was bound before that comes here
-        without having passed the seams.
+        without having passed the seam.
         """
         with self._lock:
             if id(model) not in self._seen:
                 self._seen[id(model)] = (model, self._begin_session(model))  # kept: its id must not become another's
             _, session = self._seen[id(model)]
-        return session is None or not session.attached or session.recorder.current_call() is not None
+        if session is None or not session.attached or session.recorder.current_call() is not None:
+            return None
+        return session.recorder
 
     def _begin_session(self, model: Any) -> "Session | None":
         try:
             return self._new_session(model)
         except LifetraceError as error:
             self.notes.append(f"{type(model).__name__} is not traced: {error}")
-            return None
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong here is ours, and the program is not
+            what = f"lifetrace failed to trace {type(model).__name__}: {type(error).__name__}: {error}"
+            self.faults.append(RunError(what))
+        return None
 
     def _new_session(self, model: Any) -> "Session":
         from .post_mortem import post_mortem
@@ -177,6 +197,15 @@ class trace_all(ContextDecorator):
         return session
 
     command: str | None = None
+
+
+def _generates(session: "Session") -> int:
+    calls = session.recorder.calls
+    return sum(call.kind == "generate" and call.parent_step is None for call in calls)
+
+
+def _find_tokenizer(session: "Session") -> None:
+    session.use_tokenizer(tokenizer_of(session.model))
 
 
 def tokenizer_of(model: Any) -> Any:

@@ -68,7 +68,7 @@ def _device_bytes(device: torch.device) -> int | None:
 
 def _held(session: Session, failure: Failure | None) -> dict[str, int | None]:
     if session.pieces_at_failure is not None:
-        return session.pieces_at_failure
+        return dict(session.pieces_at_failure)
     weights = int(session.manifest["model"]["weight_bytes"])
     kv = failure.kv_bytes if failure else None
     allocated = failure.allocated_bytes if failure else None

@@ -50,6 +50,5 @@ def own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     frames = list(traceback.walk_tb(trace))
     last = max((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename in ours), default=-1)
     for _ in range(last + 1):
-        if trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
+        trace = trace.tb_next if trace is not None else None
     return trace

@@ -33,7 +33,7 @@ from .stage_memory import StageMemory
 from .stage_ops import StageOps, chosen_steps
 from .steps import StepReader, is_top, table_of
 from .tokens import StepTokens, TokenReader
-from .writer import TraceWriter, prepare_folder
+from .writer import TraceWriter, claim_folder, prepare_folder, remove_trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Options:
     every: int = 1
     first_step: int = 0
     last_step: int | None = None
-    flush_steps: int = 64
+    flush_steps: int = 512
     flush_seconds: float = 2.0
 
     def __post_init__(self) -> None:
@@ -134,10 +134,16 @@ class Session:
         self.origin_ns = perf_counter_ns()
         self.reader = StepReader(self.slots, self.run_id, 0, self.origin_ns)
         self.manifest = self._first_manifest(wall_clock_ns)
-        self.writer.manifest(self.manifest)
-        self._guarded(self.writer.warm_up)
-        if attach:
-            self.attach()
+        self.claim = claim_folder(self.path, force=False)
+        try:
+            self.writer.manifest(self.manifest)
+            self.guarded(self.writer.warm_up)
+            if attach:
+                self.attach()
+        except BaseException:  # nothing was recorded, and nothing stays
+            remove_trace(self.path)
+            self.claim.release()
+            raise
 
     def start_automatic(self) -> None:
         """Start on a program's behalf: a trace that the program itself asks for of this model takes it over."""
@@ -157,7 +163,11 @@ class Session:
     def attach(self) -> None:
         """Put on the hooks."""
         generation.watch(self.model, self.recorder)
-        self.attachment.attach()
+        try:
+            self.attachment.attach()
+        except BaseException:
+            self.detach()
+            raise
         self.attached = True
 
     def detach(self) -> None:
@@ -171,15 +181,37 @@ class Session:
     def finish(
         self, status: str, error: BaseException | None = None, progress: calibrate.Progress = lambda text: None
     ) -> None:
-        """Write what is left, complete the tables and the manifest."""
-        self.recorder.hand_ends(reached_head=False)
-        self.detach()
-        self.recorder.flush()
-        if status == "oom" and error is not None:
-            self._guarded(lambda: self._explain_failure(error))
-        self._guarded(lambda: self._complete(status))
-        self._guarded(lambda: self._find_ceilings(status == "complete", progress))
-        self._guarded(lambda: self._close(status, error))
+        """Write what is left, complete the tables and the manifest. No fault of ours leaves this."""
+        try:
+            self.recorder.hand_ends(reached_head=False)
+            self.detach()
+            self.recorder.flush()
+            if status == "oom" and error is not None:
+                self.guarded(lambda: self._explain_failure(error))
+            self.guarded(lambda: self._complete(status))
+            self.guarded(lambda: self._find_ceilings(status == "complete", progress))
+            self._note_fault()
+            self._end(status, error)
+        finally:
+            self.claim.release()
+
+    def _note_fault(self) -> None:
+        """What went wrong in a hook is known to the recorder, which has kept quiet since."""
+        if self.recorder.fault is not None:
+            self.faults.append(_own_fault(self.recorder.fault))
+
+    def _end(self, status: str, error: BaseException | None) -> None:
+        """Write the last manifest: also after a fault of ours, for a trace that is not whole has to say so."""
+        faults, self.faults = self.faults, []
+        if faults:
+            self.findings.append(_fault_words(faults[0]))
+            status, error = ("failed", faults[0]) if status == "complete" else (status, error)
+        self.guarded(lambda: self._close(status, error))
+        if self.faults:  # where even this fails, the manifest as it was has to do
+            faults, self.faults = [*faults, *self.faults], []
+            self.manifest |= {"status": "failed", "error": str(faults[0]), "notes": [_fault_words(faults[0])]}
+            self.guarded(lambda: self.writer.manifest(self.manifest))
+        self.faults = faults[:1]
 
     def _explain_failure(self, error: BaseException) -> None:
         """Ask what is above us what a run that ran out of memory was about, and what would have fitted."""
@@ -199,7 +231,7 @@ class Session:
         """Write the last manifest."""
         self.manifest |= {
             "status": status,
-            "error": f"{type(error).__name__}: {error}" if error is not None else None,
+            "error": f"{type(error).__name__}: {_text_of(error)}" if error is not None else None,
             "calls": [self._call_facts(call) for call in self.recorder.calls],
             "uncounted": self.uncounted,
             "notes": [
@@ -334,7 +366,7 @@ class Session:
 
     def _keep(self, steps: list[Step]) -> None:
         """Write finished steps; runs in the generating thread, so a fault is kept for the end."""
-        self._guarded(lambda: self._write(steps))
+        self.guarded(lambda: self._write(steps))
 
     def _write(self, steps: list[Step]) -> None:
         self._note_failure(steps)
@@ -366,7 +398,7 @@ class Session:
             self.reader.next_span += 1
         return table_of(schema.SPANS, rows)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def guarded(self, work: Callable[[], None]) -> None:
         """Do work of our own; once it failed, the disk is left alone and the user's program goes on."""
         if self.faults:
             return
@@ -375,7 +407,7 @@ class Session:
         except LifetraceError as fault:
             self.faults.append(fault)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here is ours, and the program is not
-            self.faults.append(RunError(f"lifetrace failed while recording: {type(error).__name__}: {error}"))
+            self.faults.append(_own_fault(error))
 
     def _complete(self, status: str) -> None:
         self.writer.part("spans", self._loose())
@@ -503,6 +535,17 @@ class Session:
         }
 
 
+def _own_fault(error: Exception) -> LifetraceError:
+    """A fault of ours as one that can be reported."""
+    if isinstance(error, LifetraceError):
+        return error
+    return RunError(f"lifetrace failed while recording: {type(error).__name__}: {error}")
+
+
+def _fault_words(fault: LifetraceError) -> str:
+    return f"this trace is not whole: {fault}"
+
+
 def _with_token_counts(rows: pa.Table, counts: dict[int, StepTokens]) -> pa.Table:
     """Fill in how many tokens each step gave and how many of those it processed were real."""
     steps = rows["step"].to_pylist()
@@ -594,18 +637,31 @@ def _claim(path: Path) -> bool:
 
 def folder_name(model_id: str) -> str:
     """The last part of a model's id or path as a folder name, after the present time."""
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{safe_name(model_id)}"
+
+
+def safe_name(model_id: str) -> str:
+    """The last part of a model's id or path, with what any file system takes."""
     last = model_id.rstrip("/").rsplit("/", 1)[-1]
     safe = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "-" for c in last).strip(".-") or "model"
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{safe[:60]}"
+    return safe[:60]
+
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says; nothing where its own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a program's exception may be anything
+        return ""
 
 
 def status_of(error: BaseException | None) -> str:
     """The status of a trace whose block ended with this exception, or with none."""
-    if error is None:
+    if error is None or isinstance(error, SystemExit):
         return "complete"
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return "interrupted"
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if out_of_memory or "can't allocate memory" in str(error):
+    if out_of_memory or "can't allocate memory" in _text_of(error):
         return "oom"
     return "failed"

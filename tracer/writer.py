@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lifetrace.analysis import schema
+from lifetrace.analysis.gaps import CLAIM
 from lifetrace.errors import RunError, TraceError
+
+from .claim import Claim
 
 MANIFEST = "run.json"
 COVERS = schema.COVERS
@@ -22,32 +24,50 @@ CLOSING_LEVEL = 12
 # Durations vary in their low bytes alone: split by byte they compress better than as differences.
 DURATIONS = ("host_ns", "device_ns")
 MAX_ROWS_PER_PART = 250_000
+# What a process that was killed leaves of the files that it was writing.
+UNFINISHED = (".run.json.*.tmp", ".report.html.*.tmp", ".*.parquet.*.tmp", "*/.part-*.parquet.*.tmp")
 
 
 def prepare_folder(path: Path, force: bool) -> None:
     """Make the folder of a new trace; an older trace in it is removed only when forced.
 
     Raises:
-        TraceError: when it cannot be written, or holds something.
+        TraceError: when it cannot be written, holds something, or another run is writing into it.
     """
+    claim_folder(path, force).release()
+
+
+def claim_folder(path: Path, force: bool) -> Claim:
+    """Prepare the folder of a new trace and keep other writers from it, until the claim is released."""
     try:
         if path.exists() and not path.is_dir():
             raise TraceError(f"{path} is a file; give --out the name of a folder.")
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            if not force:
-                raise TraceError(f"The folder {path} is not empty; choose another with --out, or add --force.")
-            remove_trace(path)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        claim = Claim(path)
+        try:
+            _empty(path, force)
+        except BaseException:
+            claim.release()
+            raise
+        return claim
     except OSError as error:
         raise TraceError(f"The folder {path} cannot be written: {error.strerror}. Choose another with --out.") from None
 
 
+def _empty(path: Path, force: bool) -> None:
+    if any(file.name != CLAIM for file in path.iterdir()):
+        if not force:
+            raise TraceError(f"The folder {path} is not empty; choose another with --out, or add --force.")
+        remove_trace(path)
+
+
 def remove_trace(path: Path) -> None:
-    """Remove the files of a trace and nothing else; a folder with other things in it is refused."""
-    if not (path / MANIFEST).exists():
+    """Remove the files of a trace and nothing else, also of one that was killed; other things are refused."""
+    unfinished = [file for pattern in UNFINISHED for file in path.glob(pattern)]
+    if not (path / MANIFEST).exists() and set(path.iterdir()) - {*unfinished, path / CLAIM}:
         raise TraceError(f"The folder {path} holds something that is no trace; lifetrace does not delete that.")
+    for file in unfinished:
+        file.unlink()
     for table in schema.TABLES.values():
         for file in path.glob(f"{table.name}/part-*.parquet"):
             file.unlink()
@@ -55,7 +75,7 @@ def remove_trace(path: Path) -> None:
             (path / table.name).rmdir()
         (path / f"{table.name}.parquet").unlink(missing_ok=True)
     (path / "report.html").unlink(missing_ok=True)
-    (path / MANIFEST).unlink()
+    (path / MANIFEST).unlink(missing_ok=True)
 
 
 class TraceWriter:
@@ -63,6 +83,7 @@ class TraceWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._pid = os.getpid()
         self._rows: dict[str, list[int]] = {}
 
     def manifest(self, manifest: dict[str, Any]) -> None:
@@ -120,6 +141,8 @@ class TraceWriter:
 
     def _put(self, path: Path, write: Callable[[str], None]) -> None:
         """Write under a temporary name, then rename: a broken file never has the final name."""
+        if os.getpid() != self._pid:
+            raise RunError(f"The trace in {self.path} is written by the process that began it; this is a fork of it.")
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from stored_traces import one_call
+from stored_traces import MS, one_call, write_trace
 from transformers import AutoModelForCausalLM
 
 import lifetrace
@@ -157,6 +157,90 @@ def test_hand_made_times_give_hand_made_differences(tmp_path):
     assert step.difference.first == 5e6  # the median
     layer = next(row for row in found.stages if row.name == "layer" and row.phase == "prefill")
     assert (layer.difference.first, layer.share) == (6e6, 0.6)
+
+
+def hand_made(path, calls, kind="generate", every=1, cold=()):
+    """Calls of steps (phase, ms in layer 0, ms in the head); the spans of each `every`th step of a call are there."""
+    steps, spans, facts, at = [], [], [], 0
+    for call, rows in enumerate(calls):
+        began = at
+        for ordinal, (phase, layer, head) in enumerate(rows):
+            step = len(steps)
+            begins = {"call": call, "step": step, "phase": phase, "role": "main", "start_ns": at * MS}
+            cached = 0 if phase == "prefill" else 3
+            steps.append(begins | {"wall_ns": (layer + head) * MS, "warmup": step in cold, "kv_len_before": cached})
+            places = [("layer", 0, layer), ("lm_head", None, head)] if ordinal % every == 0 else []
+            for stage, number, took in places:
+                place = {"step": step, "phase": phase, "stage": stage, "layer": number}
+                spans.append(place | {"span": len(spans), "host_ns": took * MS, "start_ns": at * MS})
+            at += layer + head
+        first = began + sum(layer + head for phase, layer, head in rows if phase == "prefill")
+        times = {"request_start_ns": began * MS, "first_token_ns": first * MS, "last_token_ns": at * MS}
+        size = {"sequences": 1, "prompt_tokens": [3], "new_tokens": [len(rows)]}
+        facts.append({"call": call, "kind": kind, "parent_step": None, **times, **size})
+    return write_trace(path, {"steps": steps, "spans": spans}, calls=facts if kind == "generate" else [])
+
+
+def compared(first, second):
+    return comparing.compare(read_traces(first), read_traces(second))
+
+
+def headline(found):
+    return {row.name: (row.difference.first / MS, row.difference.second / MS) for row in found.headline}
+
+
+ONCE = [("prefill", 2, 1), *[("decode", 4, 1)] * 4]
+SLOWER = [("prefill", 2, 1), *[("decode", 7, 1)] * 4]
+
+
+@pytest.mark.parametrize("every", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_the_cause_is_of_the_steps_that_were_recorded(tmp_path, every):
+    """Layer 0 takes 7 ms in place of 4, whichever of the steps have spans."""
+    first = hand_made(tmp_path / "a", [ONCE] * 2, every=every[0])
+    (cause,) = compared(first, hand_made(tmp_path / "b", [SLOWER] * 2, every=every[1])).causes
+    assert (cause.stage, cause.layer, cause.delta_ns, cause.share) == ("layer", 0, 3 * MS, 1.0)
+
+
+def test_a_prefill_in_chunks_is_compared_as_one(tmp_path):
+    """Three chunks of 2 ms in the layer and 1 in the head: 4 and 2 ms more than one, though no step takes longer."""
+    first = hand_made(tmp_path / "a", [ONCE] * 2)
+    found = compared(first, hand_made(tmp_path / "b", [[ONCE[0]] * 3 + ONCE[1:]] * 2))
+    assert headline(found)["prefill step"] == (3, 9)
+    (cause,) = found.causes
+    assert (cause.phase, cause.stage, cause.delta_ns) == ("prefill", "layer", 4 * MS)
+
+
+def test_loops_of_a_programs_own_are_its_calls(tmp_path):
+    """Each of their forwards is a call of the trace: it is the loops that repeat, not the forwards."""
+    loops = [[step] for step in ONCE * 2]
+    one, two = (hand_made(tmp_path / name, forwards, kind="forward") for name, forwards in
+                (("one", loops[:5]), ("two", loops)))  # fmt: skip
+    assert compared(two, two).calls == (2, 2)
+    found = compared(two, one)
+    assert found.calls == (2, 1)
+    assert {row.difference.beyond_noise for row in found.headline} == {None}
+    assert headline(found) == {"prefill step": (3, 3), "decode step": (5, 5)}
+
+
+def test_a_cold_prefill_is_no_time_to_the_first_token(tmp_path):
+    cold = [("prefill", 90, 1), *ONCE[1:]]
+    first = hand_made(tmp_path / "a", [cold, ONCE, ONCE], cold={0})
+    assert headline(compared(first, hand_made(tmp_path / "b", [ONCE] * 3)))["TTFT"] == (3, 3)
+
+
+def test_a_side_of_other_work_is_refused(tmp_path, runs):
+    (tmp_path / "side").mkdir()
+    (tmp_path / "side" / "a").symlink_to(runs / "a")
+    hand_made(tmp_path / "side" / "b", [ONCE] * 2)
+    meta = json.loads((tmp_path / "side" / "b" / "run.json").read_text())
+    (tmp_path / "side" / "b" / "run.json").write_text(json.dumps(meta | {"model": {"parameters": 7, "layers": 1}}))
+    assert "another model" in compared(tmp_path / "side", runs / "a").refused[0]
+
+
+def test_a_side_without_calls_is_said_to_have_none(demo, runs, tmp_path):
+    result = command(runs / "a", record(demo, tmp_path / "none", repeats=0), "--fail-above", "5%")
+    assert result.exit_code == 2
+    assert "a side has no call that gave tokens" in " ".join(result.stderr.split())
 
 
 def test_json_and_the_page(runs, tmp_path):

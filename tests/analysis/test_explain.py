@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 from fake_device import fake_ceilings
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import lifetrace
 from lifetrace.analysis.explain import explain_layer
@@ -130,3 +132,56 @@ def test_a_trace_without_ceilings_is_walked_without_verdicts(folder):
     walk = explain_layer(lifetrace.read_trace(folder), 0, 0)
     assert {piece.verdict.bound for piece in walk.pieces} == {"unknown"}
     assert walk.ceilings_source is None
+
+
+def tiny(kind, **options):
+    """A model of hidden 64 with 2 layers and 4 heads of 16 on 2 KV heads, of any class that has these names."""
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0}
+    config = CONFIG_MAPPING[kind](**sizes, **heads, **options)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def walked(model, prompt, path, step, **options):
+    with lifetrace.trace(model, out=path, detail="module"):
+        for length in options.pop("lengths", [prompt.shape[-1]]):
+            model.generate(prompt[:, :length], max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    return explain_layer(lifetrace.read_trace(path), step, 0)
+
+
+def roles(walk):
+    return [(m.role, m.batch, m.m, m.k, m.n) for piece in walk.pieces for m in piece.matmuls if m.role]
+
+
+def test_a_full_window_holds_fewer_keys_than_the_step_has_seen(prompt_12, tmp_path):
+    """A window of 8: the decode steps attend to 8 keys of the 13 and more positions."""
+    walk = walked(tiny("mistral", sliding_window=8), prompt_12, tmp_path / "t", 3)
+    assert roles(walk) == [("scores", 4, 1, 16, 8), ("weighted sum", 4, 1, 8, 16)]
+    assert walk.scores.shape == (4, 1, 8)
+
+
+def test_experts_that_multiply_twice_are_no_attention(prompt_12, tmp_path):
+    walk = walked(tiny("mixtral", num_local_experts=4), prompt_12, tmp_path / "t", 1)
+    assert roles(walk) == [("scores", 4, 1, 16, 13), ("weighted sum", 4, 1, 13, 16)]
+
+
+def test_products_on_a_line_past_a_bend_are_not_shown(tmp_path):
+    """Cached 4 … 10 and 41 … 47 positions, a window of 25: it fills where no step was."""
+    prompt = torch.arange(41)[None] + 5
+    walked(tiny("mistral", sliding_window=25), prompt, tmp_path / "t", 0, lengths=[4, 41])
+    trace = lifetrace.read_trace(tmp_path / "t")
+    without_keys = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    shown = [sum(m.flops for p in explain_layer(trace, step, 0).pieces for m in p.matmuls) for step in range(1, 8)]
+    true = [without_keys + 2 * 2 * 4 * 16 * (4 + step) for step in range(1, 8)]
+    assert [flops for flops in shown if flops] == [flops for flops, seen in zip(true, shown, strict=True) if seen]
+    assert 0 in shown
+
+
+def test_what_a_layer_runs_outside_of_its_parts_is_walked_too(prompt_12, tmp_path):
+    """Phi-3's two dropouts of the residual stand in the layer itself."""
+    walk = walked(tiny("phi3"), prompt_12, tmp_path / "t", 0)
+    assert [piece.class_name for piece in walk.pieces if piece.part is None] == [
+        "Phi3DecoderLayer",
+        "Dropout",
+        "Dropout",
+    ]

@@ -31,15 +31,16 @@ def test_a_static_cache_has_free_slots_and_copies_nothing(model_r, prompt_12, tm
     assert use.unused_bytes == (slots - use.positions) * POSITION
 
 
-def test_padding_has_its_share(model_r, tmp_path):
-    """Prompts of 12 and 3 tokens, padded to 12: 9 of 2 × 17 positions."""
+@pytest.mark.parametrize("beams", [1, 3])
+def test_padding_has_its_share(model_r, tmp_path, beams):
+    """Prompts of 12 and 3 tokens, padded to 12: 9 of 2 × 17 positions, in each beam."""
     prompt = torch.stack([torch.arange(3, 15), torch.cat([torch.zeros(9, dtype=torch.long), torch.arange(3, 6)])])
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :9] = 0
-    use = traced(model_r, tmp_path / "t", prompt, attention_mask=mask)
-    assert use.padding_bytes == 9 * POSITION
+    use = traced(model_r, tmp_path / "t", prompt, attention_mask=mask, num_beams=beams)
+    assert use.padding_bytes == beams * 9 * POSITION
     assert use.padding_share == pytest.approx(9 / 34)
 
 
 def test_without_a_cache_there_is_nothing_to_say(model_r, prompt_12, tmp_path):
-    assert traced(model_r, tmp_path / "t", prompt_12, use_cache=False).bytes_ in (0, None)
+    assert traced(model_r, tmp_path / "t", prompt_12, use_cache=False) is None

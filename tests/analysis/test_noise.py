@@ -12,7 +12,15 @@ from lifetrace.analysis import noise
 )
 def test_quantiles_of_students_t(degrees, expected):
     """Any statistics book's table of t at 97.5 %."""
-    assert noise.t_quantile(0.975, degrees) == pytest.approx(expected, rel=0.005)
+    assert noise.t_quantile(0.975, degrees) == pytest.approx(expected, abs=0.0006)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"), [(1, 636.619), (2, 31.599), (3, 12.924), (4, 8.610), (5, 6.869), (10, 4.587), (60, 3.460)]
+)
+def test_quantiles_far_out_where_the_gate_looks(degrees, expected):
+    """The same tables at 99.95 %."""
+    assert noise.t_quantile(0.9995, degrees) == pytest.approx(expected, abs=0.0006)
 
 
 def calls(*values):

@@ -204,3 +204,24 @@ def test_an_outer_product_that_builds_a_table_is_no_matrix_product():
         model(torch.arange(12.0).reshape(1, 1, 12))
     # only the matrix of 4 x 1 over 12 positions counts, though it sums over one dimension too
     assert sum(product.flops_dense for product in root.products()) == 2 * 12 * 4
+
+
+def test_a_product_that_comes_to_no_softmax_is_a_result_like_any_other():
+    """Experts multiply by a copy of the chosen rows of their weight, which is no weight of the model."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 8, 6))
+
+        def forward(self, given):
+            return (given @ self.weight[torch.tensor([1, 3])]) * 2
+
+    model = nn.Sequential(Experts())
+    root = CallCount("", 0)
+    mode = CountingMode(root, {storage_id(p): p.nbytes for p in model.parameters()}, lambda *_: 0)
+    tree = CallTree({module: name for name, module in model.named_modules()}, mode)
+    with torch.no_grad(), on_calls(model, tree.enter, tree.leave), mode:
+        model(torch.ones(2, 1, 8))
+    (experts,) = root.inner
+    assert (experts.output_shape, experts.dtype, experts.output_bytes) == ((2, 1, 6), "float32", 2 * 6 * 4)

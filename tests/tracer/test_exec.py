@@ -86,6 +86,12 @@ def test_an_uncaught_exception_ends_as_without(run):
     assert len(trace.steps) == 7
 
 
+def test_a_syntax_error_is_shown_without_a_frame_of_ours(run):
+    alone, traced = run("def broken(:\n    pass\n")
+    assert traced.returncode == alone.returncode == 1
+    assert without_ours(traced.stderr) == alone.stderr.splitlines()
+
+
 def test_a_module_with_a_generate_in_a_thread_that_outlives_the_program(tmp_path, monkeypatch):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("")
@@ -237,6 +243,20 @@ def test_every_model_of_a_block_has_a_trace(model_r, prompt_12, tmp_path):
     assert [call["new_tokens"] for call in first.meta["calls"]] == [[2], [4]]
     assert second.meta["model"]["layers"] == 2
     assert not model_r._forward_hooks
+
+
+def test_a_generate_of_the_models_own_runs_once(prompt_12, tmp_path):
+    """It calls on by `super()`, and what it does to its arguments must not be done twice."""
+
+    class Doubling(LlamaForCausalLM):
+        def generate(self, ids, **options):
+            return super().generate(torch.cat([ids, ids], dim=-1), **options)
+
+    model = Doubling(LlamaConfig(**R_SIZES)).eval()
+    with lifetrace.trace_all(tmp_path / "t") as tracing:
+        lengths = [model.generate(prompt_12, max_new_tokens=2).shape[-1] for _ in range(2)]
+    assert lengths == [12 + 12 + 2] * 2
+    assert tracing.calls == 2
 
 
 def test_a_decorated_function_begins_a_trace_each_time(model_r, prompt_12, tmp_path, monkeypatch):

@@ -1,8 +1,12 @@
 """`--ops`: operators of a few steps, from a pass of their own, attributed to where they ran."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
+from torch.autograd import DeviceType
 from transformers import cache_utils
 from transformers.models.llama import modeling_llama
 
@@ -80,6 +84,23 @@ def test_eager_softmax_has_a_part_of_its_own(prompt_12, tmp_path):
     inside = ops[(ops.layer == 0) & (ops.step == 1)]
     assert counts(inside, part="softmax")["aten::_softmax"] == 1
     assert counts(inside, part="attention_core")["aten::bmm"] == 2
+
+
+def on_device(start, end, is_user_annotation=False):
+    where = {"device_type": DeviceType.CUDA, "is_user_annotation": is_user_annotation}
+    return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), **where)
+
+
+def test_a_label_around_kernels_keeps_no_device_busy():
+    """Kernels of 0 to 2 and 5 to 6 µs, and a label around both: 3 µs of nothing."""
+    events = [on_device(0, 2), on_device(5, 6), on_device(0, 6, is_user_annotation=True)]
+    assert kernels._idle_ns(events) == 3000
+
+
+def test_a_class_whose_python_module_is_gone_is_labelled_nowhere():
+    lost = type("Lost", (nn.Module,), {"__module__": "made_by_exec"})
+    with kernels.labels(lost()):
+        pass
 
 
 def test_labels_leave_nothing_behind(model_r):

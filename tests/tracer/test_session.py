@@ -366,7 +366,9 @@ def test_a_fault_in_writing_leaves_the_program_alone(model_r, prompt_12, tmp_pat
         monkeypatch.setattr(writer.pq, "write_table", full)
         generated = model_r.generate(prompt_12, max_new_tokens=4, do_sample=False)
     assert torch.equal(generated, expected)
-    assert lifetrace.read_trace(tmp_path / "t").meta["status"] == "running"
+    meta = lifetrace.read_trace(tmp_path / "t").meta
+    assert meta["status"] == "failed"
+    assert "the disk is full" in meta["error"]
 
 
 def test_a_fault_of_lifetrace_itself_leaves_the_program_alone(model_r, prompt_12, tmp_path, monkeypatch):

@@ -28,7 +28,8 @@ with lifetrace.trace(model, out={out!r}):
 
 
 def rows_of(*steps):
-    return table_of(schema.STEPS, [{"run_id": "r", "rank": 0, "step": step, "phase": "decode"} for step in steps])
+    row = {"run_id": "r", "rank": 0, "call": 0, "phase": "decode", "wall_ns": 1}
+    return table_of(schema.STEPS, [row | {"step": step} for step in steps])
 
 
 def test_small_parts_become_one_and_are_filled(tmp_path):

@@ -46,11 +46,10 @@ def calibrate(device: str, quick: bool, as_json: bool, plot: Path | None) -> Non
         document = ceilings.to_json() | {"stored": stored, "notes": notes}
         click.echo(json.dumps(document, indent=2, allow_nan=False))
         return
-    from rich.console import Console
-
     from lifetrace.analysis.ceilings_view import print_ceilings
+    from lifetrace.analysis.console import TextConsole
 
-    print_ceilings(ceilings, notes, Console())
+    print_ceilings(ceilings, notes, TextConsole())
     for name, place in (("kept in", stored), ("plot", plot)):
         if place is not None:
             click.echo(f"{name}  {place}")

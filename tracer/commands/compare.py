@@ -69,11 +69,10 @@ def compare(paths: tuple[Path, ...], allowed: float | None, as_json: bool, outpu
 
 
 def _print(found: "list[Comparison]", output: Path | None) -> None:
-    from rich.console import Console
-
     from lifetrace.analysis.compare_view import print_comparison
+    from lifetrace.analysis.console import TextConsole
 
-    console = Console()
+    console = TextConsole()
     for comparison in found:
         print_comparison(comparison, console)
     if output is not None:

@@ -47,6 +47,7 @@ from .options import GroupedCommand, option, steps_range, write_trace_report
 )
 @option("Output", "--force", is_flag=True, help="Replace a trace that is in the folder.")
 @option("Output", "--report/--no-report", default=True, help="Write report.html into each trace.")
+@option("Output", "--strict", is_flag=True, help="Exit with 1 where lifetrace itself failed and the program did not.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGUMENTS]...")
 def exec_(is_module: bool, program: tuple[str, ...], report: bool, **given: Any) -> None:
     """Run a Python program unchanged and trace every generate of every causal language model in it.
@@ -67,7 +68,7 @@ def exec_(is_module: bool, program: tuple[str, ...], report: bool, **given: Any)
     ended: list[BaseException] = []
     tracing.__enter__()
     # Registered first, so it runs last: after the program's own threads and exit functions have ended.
-    atexit.register(_close, tracing, ended, report)
+    atexit.register(_close, tracing, ended, report, os.getpid())
     _run(is_module, program, ended)
 
 
@@ -94,13 +95,17 @@ def _run(is_module: bool, program: tuple[str, ...], ended: list[BaseException]) 
         sys.exit(1)
 
 
-def _close(tracing: Any, ended: list[BaseException], report: bool) -> None:
+def _close(tracing: Any, ended: list[BaseException], report: bool, pid: int) -> None:
     """End the traces, say where they lie, and die of an interrupt as Python does, so that a shell sees it."""
+    if os.getpid() != pid:  # a fork of the program that ends by itself
+        return
     error = ended[0] if ended else None
     _end_traces(tracing, error, report)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if tracing.strict and tracing.faults and error is None:
+        os._exit(1)
     if isinstance(error, KeyboardInterrupt):
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
 

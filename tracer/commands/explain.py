@@ -25,8 +25,7 @@ def explain(path: Path, step: int, layer: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(walk.to_json(), indent=2, allow_nan=False))
         return
-    from rich.console import Console
-
+    from lifetrace.analysis.console import TextConsole
     from lifetrace.analysis.explain_view import print_walk
 
-    print_walk(walk, Console())
+    print_walk(walk, TextConsole())

@@ -29,14 +29,15 @@ def export(path: Path, kind: str, figure: str | None, output: Path | None) -> No
     if (kind == "perfetto") == (figure is not None):
         needs = "takes no --figure" if kind == "perfetto" else f"needs --figure: one of {', '.join(FIGURES)}"
         raise click.UsageError(f"--format {kind} {needs}.")
+    from lifetrace.analysis.files import place_in
     from lifetrace.analysis.trace import read_trace
 
     trace = read_trace(path)
     if kind == "perfetto":
         from lifetrace.analysis.perfetto import write_perfetto
 
-        click.echo(write_perfetto(trace, output or trace.path / "perfetto.json"))
+        click.echo(write_perfetto(trace, output or place_in(trace.path, "perfetto.json")))
         return
     from lifetrace.analysis.gallery import write_picture
 
-    click.echo(write_picture(trace, str(figure), output or trace.path / f"{figure}.{kind}", kind))
+    click.echo(write_picture(trace, str(figure), output or place_in(trace.path, f"{figure}.{kind}"), kind))

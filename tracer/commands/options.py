@@ -254,11 +254,10 @@ def print_trace(path: Path, report_path: Path | None, as_json: bool) -> None:
         document = summary.to_json() | {"report": str(report_path) if report_path else None}
         click.echo(json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False))
         return
-    from rich.console import Console
-
+    from lifetrace.analysis.console import TextConsole
     from lifetrace.analysis.terminal import print_summary
 
-    console = Console()
+    console = TextConsole()
     print_summary(summary, console)
     click.echo(f"trace   {path}")
     if report_path is not None:

@@ -90,11 +90,10 @@ def plan(explain: bool, as_json: bool, plot: Path | None, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(document.to_json() | {"plot": str(plot) if plot else None}, indent=2, allow_nan=False))
         return
-    from rich.console import Console
-
+    from lifetrace.analysis.console import TextConsole
     from lifetrace.analysis.plan_view import print_plan
 
-    print_plan(document, Console(), explain)
+    print_plan(document, TextConsole(), explain)
     if plot is not None:
         click.echo(f"plot  {plot}")
 

@@ -23,7 +23,9 @@ def report(path: Path, output: Path | None) -> None:
 
         click.echo(write_page(read_sweep(path), output))
         return
+    from lifetrace.analysis.files import place_in
     from lifetrace.analysis.report import write_report
     from lifetrace.analysis.trace import read_trace
 
-    click.echo(write_report(read_trace(path), output or path / "report.html"))
+    trace = read_trace(path)
+    click.echo(write_report(trace, output or place_in(trace.path, "report.html")))

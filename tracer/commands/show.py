@@ -73,6 +73,6 @@ def _print(kind: str, document: Callable[[], Any], write: "Callable[[Console], N
     if kind == "json":
         click.echo(json.dumps(document(), indent=2, ensure_ascii=True, allow_nan=False))
         return
-    from rich.console import Console
+    from lifetrace.analysis.console import TextConsole
 
-    write(Console())
+    write(TextConsole())

@@ -144,12 +144,11 @@ def _write(found: "Sweep", report: bool) -> Path | None:
 
 
 def _print(found: "Sweep", page: Path | None) -> None:
-    from rich.console import Console
-
+    from lifetrace.analysis.console import TextConsole
     from lifetrace.analysis.sweep import TABLE
     from lifetrace.analysis.sweep_view import print_sweep
 
-    print_sweep(found, Console())
+    print_sweep(found, TextConsole())
     click.echo(f"table   {found.path / TABLE}")
     if page is not None:
         click.echo(f"report  {page}")
