@@ -418,4 +418,10 @@ def _gated_headline(first: "_Side", second: "_Side", phases: list[str], confiden
 
 def _gated_stages(first: "_Side", second: "_Side", phases: list[str], confidence: float) -> list[Row]:
     rows = [row for phase in phases for row in _stage_rows(first, second, phase, confidence)]
-    return [row for row in rows if (row.share or 0.0) >= NOTABLE]
+    return [row for row in rows if _larger_share(row) >= NOTABLE]
+
+
+def _larger_share(row: Row) -> float:
+    """The longer of both times, as a part of the first side's phase."""
+    found = row.difference
+    return row.share * max(found.first, found.second) / found.first if row.share and found.first else 0.0

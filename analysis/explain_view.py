@@ -103,6 +103,8 @@ def shape(dimensions: tuple[int, ...] | None) -> str:
 
 def _closing(walk: Walk) -> list[str]:
     lines = []
+    if walk.pieces[0].flops and not any(piece.matmuls for piece in walk.pieces):
+        lines.append("products: not known one by one, for this step lies between counted ones that are no line")
     if walk.transient_bytes is not None:
         lines.append(f"transient: the products' results, {units.byte_count(walk.transient_bytes)}, written and dropped")
     if walk.scores is not None:

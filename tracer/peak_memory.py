@@ -71,7 +71,7 @@ class _Sizes:
         """The keys are the positions that the cache holds, unless a head is as wide."""
         held = {tensor.shape[-2] for tensor in peak.tensors if tensor.role == KV and len(tensor.shape) == 4}
         heads = getattr(config, "num_attention_heads", None)
-        width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+        width = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else None)
         return cls(getattr(config, "vocab_size", None), frozenset(held - {width}))
 
 
