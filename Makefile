@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PROMPT ?= The physical hardware limits
 
-.PHONY: help demo check lint test bench docs samples clean
+.PHONY: help demo check lint test versions endurance bench docs samples clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -29,6 +29,16 @@ lint: $(VENV)/installed .tree ## ruff, mypy, import-linter
 test: $(VENV)/installed ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
+versions: ## the tests with the oldest and with the newest supported libraries, an environment for each
+	for which in oldest newest; do \
+	  $(PYTHON) -m venv $(VENV)-$$which && \
+	  $(VENV)-$$which/bin/python -m pip install --quiet --editable '.[dev]' -c tests/versions/$$which.txt && \
+	  OMP_NUM_THREADS=1 $(VENV)-$$which/bin/python -m pytest --numprocesses 2 || exit 1; \
+	done
+
+endurance: $(VENV)/installed ## 200 kills, 10,000 damaged traces, 200,000 steps and more: about an hour, see docs/robustness.md
+	$(BIN)/python benchmarks/endurance.py all
+
 bench: $(VENV)/installed ## measure what tracing costs, and write it into docs/overhead.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py --write
 
@@ -46,4 +56,4 @@ samples: $(VENV)/installed ## record the traces in sample_traces again
 	for file in tracer/*; do ln -sfn ../../$$file .tree/lifetrace/; done
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .tree build
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest .tree build

@@ -116,7 +116,8 @@ def percentile(ordered: Sequence[float], fraction: float) -> float | None:
 
 def _gave_tokens(call: dict[str, Any]) -> bool:
     known = all(
-        call.get(key) is not None for key in ("first_token_ns", "last_token_ns", "new_tokens", "request_start_ns")
+        call.get(key) is not None
+        for key in ("first_token_ns", "last_token_ns", "prompt_tokens", "new_tokens", "request_start_ns")
     )
     return known and call.get("parent_step") is None and max(call["new_tokens"], default=0) > 0
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ MAX_VALUES = 2_000_000
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1
 INTEGER, NUMBER, TEXT, FLAG, OBJECT = int, float, str, bool, dict
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The shape of a value that an object does not make sense without."""
+
+    shape: Any
+
 
 _TENSOR = {"shape": [INTEGER], "dtype": TEXT, "bytes": INTEGER, "role": TEXT, "module": TEXT, "operator": TEXT}
 # What a reader relies on: kind of each value, of the values in a list, of the keys of an object. Null may
@@ -48,17 +57,19 @@ SHAPE: dict[str, Any] = {
     ],
     "ceilings": OBJECT,
     "overhead": {
-        "untraced_s": [NUMBER], "traced_s": [NUMBER], "ratio": NUMBER, "ratio_low": NUMBER, "ratio_high": NUMBER,
-        "noise": NUMBER, "tokens_identical": FLAG,
+        "untraced_s": Needed([NUMBER]), "traced_s": Needed([NUMBER]), "ratio": Needed(NUMBER),
+        "ratio_low": Needed(NUMBER), "ratio_high": Needed(NUMBER), "noise": NUMBER, "tokens_identical": FLAG,
     },
     "uncounted": [{"module": TEXT, "operators": [TEXT], "span": TEXT, "share_of_time": NUMBER}],
     "notes": [TEXT],
     "memory": {
-        "source": TEXT, "peak_bytes": INTEGER, "step": INTEGER, "stage": TEXT, "layer": INTEGER, "part": TEXT,
+        "source": TEXT, "peak_bytes": Needed(INTEGER), "step": INTEGER, "stage": TEXT, "layer": INTEGER, "part": TEXT,
         "module": TEXT, "maker": _TENSOR, "held_after": [_TENSOR], "held_after_bytes": INTEGER,
-        "pieces": [{"kind": TEXT, "stage": TEXT, "part": TEXT, "bytes": INTEGER}],
+        "pieces": Needed([{"kind": Needed(TEXT), "stage": TEXT, "part": TEXT, "bytes": Needed(INTEGER)}]),
     },
-    "predictions": {"rows": [{"key": TEXT, "name": TEXT, "unit": TEXT, "formula": TEXT, "value": NUMBER}]},
+    "predictions": {
+        "rows": Needed([{"key": Needed(TEXT), "name": Needed(TEXT), "unit": TEXT, "formula": TEXT, "value": NUMBER}])
+    },
     "post_mortem": {
         "message": TEXT, "asked_bytes": INTEGER, "limit_bytes": INTEGER, "step": INTEGER, "phase": TEXT, "stage": TEXT,
         "layer": INTEGER, "part": TEXT, "module": TEXT, "held": OBJECT,
@@ -143,11 +154,15 @@ def _inside(value: Any) -> Any:
 def _check(value: Any, shape: Any, where: str, file: Path) -> None:
     """Raise TraceError for a value of another kind; keys that an object lacks are null in it from here on."""
     if value is None:
+        if isinstance(shape, Needed):
+            raise TraceError(f"{file} is damaged: {where} is missing.")
         return
     if isinstance(shape, dict):
         _check_kind(value, dict, where, file)
         for key, inner in shape.items():
             _check(value.setdefault(key, None), inner, f"{where}.{key}" if where else key, file)
+    elif isinstance(shape, Needed):
+        _check(value, shape.shape, where, file)
     elif isinstance(shape, list):
         _check_kind(value, list, where, file)
         for number, item in enumerate(value):

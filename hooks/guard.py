@@ -23,7 +23,7 @@ def guarded(work: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Ow
     """
 
     @functools.wraps(work)
-    def safe(recording: Owner, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def safe(recording: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         if recording.fault is not None:
             return None
         try:

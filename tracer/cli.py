@@ -66,7 +66,8 @@ def _one_line(text: str) -> str:
 
 @click.group(cls=Lifetrace, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(version("lifetrace-llm"), prog_name="lifetrace")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Trace how a Hugging Face language model generates, step by step, and see where the time goes.
 
     \b
@@ -74,6 +75,8 @@ def main() -> None:
     lifetrace show traces/<run>
     lifetrace report traces/<run>
     """
+    if context.invoked_subcommand != "exec":  # whose program is not ours to set up
+        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 for command in (run, exec_, show, explain, compare, report, export, calibrate, plan, sweep):

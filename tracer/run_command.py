@@ -85,6 +85,7 @@ def record(settings: RunSettings, loaded: Loaded, path: Path, progress: Progress
         workload.check_length(loaded, inputs["input_ids"].shape[1], settings.max_new_tokens)
         session = Session(loaded.model, path, settings.options, loaded.tokenizer, _facts(settings, loaded))
         session.on_out_of_memory = post_mortem
+        session.findings += loaded.notes
         if loaded.tokenizer is None:
             session.findings.append("this model has no tokenizer: each byte of the prompt was taken as a token")
     _trace(settings, loaded, session, progress)

@@ -15,6 +15,7 @@ import torch
 from lifetrace.errors import ModelError, UsageError
 
 DEMO = "demo"
+REMOTE = "transformers_modules"  # where transformers puts the code that a repository brings
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # Heads that stand on an encoder or a classifier: their weights hold no language model head.
 NO_LANGUAGE_MODEL = (
@@ -36,6 +37,7 @@ class ModelSource:
     device_map: str | None = None
     attention: str | None = None
     trust_remote_code: bool = False
+    pickled_weights: bool = False
 
     @property
     def name(self) -> str:
@@ -48,12 +50,13 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to generate. `tokenizer` is None for random weights that have none."""
+    """A model ready to generate. `tokenizer` is None where random weights have none; `notes` say what was trusted."""
 
     model: Any
     tokenizer: Any
     device: torch.device
     facts: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,17 @@ def load(source: ModelSource) -> Loaded:
         "revision": source.revision,
         "weights": "random" if source.random_weights else "trained",
     }
-    return Loaded(model.eval(), tokenizer, device, facts)
+    return Loaded(model.eval(), tokenizer, device, facts, _trusted(source, model, tokenizer))
+
+
+def _trusted(source: ModelSource, model: Any, tokenizer: Any) -> tuple[str, ...]:
+    """What of a stranger's was run or unpacked because an option said so."""
+    modules = (type(thing).__module__ for thing in (model, tokenizer))
+    own = sorted({name.removeprefix(f"{REMOTE}.") for name in modules if name.partition(".")[0] == REMOTE})
+    notes = [f"code that the model's repository brings was run: {name} (--trust-remote-code)" for name in own]
+    if source.pickled_weights:
+        notes.append("pickled weights were let in, as weights only (--pickled-weights)")
+    return tuple(notes)
 
 
 def pick_device(name: str) -> torch.device:
@@ -260,8 +273,11 @@ def _trained_model(source: ModelSource, dtype: torch.dtype) -> Any:
         options["device_map"] = _device_map(source.device_map)
     if source.attention is not None:
         options["attn_implementation"] = source.attention
+    if not source.pickled_weights and "gguf_file" not in options:
+        options["use_safetensors"] = True
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else transformers asks a server to convert weights
     try:
-        return AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options)
+        return AutoModelForCausalLM.from_pretrained(location, dtype=dtype, weights_only=True, **options)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - the loaders raise whatever the file made them raise
@@ -314,6 +330,11 @@ def _load_error(source: ModelSource, error: Exception) -> ModelError:
     name = source.model
     if "trust_remote_code" in text or "custom code" in text:
         return ModelError(f"{name} brings its own code; add --trust-remote-code if you trust it.")
+    if "safetensors" in text and "file named" in text and not source.pickled_weights:
+        return ModelError(
+            f"{name} has no weights in safetensors. If it has pickled ones and you trust them, add --pickled-weights: "
+            "they are read as weights only."
+        )
     if name.endswith(".gguf"):
         return ModelError(
             f"{name} cannot be read as GGUF: {first_line(error)}. The file may be cut short; get it again."

@@ -19,7 +19,10 @@ from reference_model import R_SIZES
 
 @dataclass(frozen=True)
 class Taken:
-    """What the process takes after so many steps or traces, and the time of each since the last look."""
+    """What the process takes after so many steps or traces, and the processor's time for each since the last look.
+
+    Other programs hardly slow that time down; they may well the clock's.
+    """
 
     done: int
     each_ms: float
@@ -47,9 +50,9 @@ def many_steps(count: int, out: Path, looks: int = 10, tokens: int = 200) -> lis
         for look in range(looks):
             times = []
             for _ in range(count // looks // tokens):
-                start = time.perf_counter()
+                start = time.process_time()
                 model.generate(prompt, max_new_tokens=tokens, do_sample=False)
-                times.append((time.perf_counter() - start) * 1e3 / tokens)
+                times.append((time.process_time() - start) * 1e3 / tokens)
             gc.collect()
             taken.append(_taken((look + 1) * (count // looks), median(times)))
     steps = trace.steps
@@ -95,12 +98,12 @@ def many_traces(count: int, folder: Path, looks: int = 10) -> list[Taken]:
     model, prompt = small_model(), torch.arange(3, 15)[None]
     taken = []
     for look in range(looks):
-        start = time.perf_counter()
+        start = time.process_time()
         for number in range(count // looks):
             with lifetrace.trace(model, out=folder / f"{look}-{number}", detail="layer", strict=True) as trace:
                 model.generate(prompt, max_new_tokens=2)
             assert len(trace.steps) == 2
-        each_ms = (time.perf_counter() - start) * 1e3 / (count // looks)
+        each_ms = (time.process_time() - start) * 1e3 / (count // looks)
         gc.collect()
         taken.append(_taken((look + 1) * (count // looks), each_ms))
     return taken
@@ -112,13 +115,13 @@ def many_readings(count: int, trace: Path, looks: int = 10) -> list[Taken]:
 
     taken = []
     for look in range(looks):
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(count // looks):
             opened = lifetrace.read_trace(trace)
             for name in schema.TABLES:
                 opened.table(name)
         gc.collect()
-        each_ms = (time.perf_counter() - start) * 1e3 / (count // looks)
+        each_ms = (time.process_time() - start) * 1e3 / (count // looks)
         taken.append(_taken((look + 1) * (count // looks), each_ms))
     return taken
 

@@ -75,7 +75,7 @@ def test_where_a_file_system_has_no_locks_the_file_is_the_claim(tmp_path, monkey
     monkeypatch.setattr(fcntl, "flock", no_locks)
     claim = claim_folder(tmp_path, force=False)
     assert is_claimed(tmp_path)
-    with pytest.raises(TraceError, match="or was killed there.*or remove"):
+    with pytest.raises(TraceError, match=r"or was killed there.*or remove"):
         Claim(tmp_path)
     claim.release()
     claim_folder(tmp_path, force=False).release()

@@ -111,6 +111,12 @@ model_options = together(
         is_flag=True,
         help="Run code that the model's repository brings. Only if you trust it.",
     ),
+    option(
+        "Model",
+        "--pickled-weights",
+        is_flag=True,
+        help="Also take weights that are pickled, where there are no safetensors; as weights only.",
+    ),
 )
 
 generate_options = together(
@@ -188,6 +194,7 @@ def model_source(given: dict[str, Any], dtype: str, attention: str | None) -> "M
         device_map=given["device_map"],
         attention=attention,
         trust_remote_code=given["trust_remote_code"],
+        pickled_weights=given["pickled_weights"],
     )
 
 
