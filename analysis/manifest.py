@@ -18,6 +18,8 @@ MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1
 INTEGER, NUMBER, TEXT, FLAG, OBJECT = int, float, str, bool, dict
 
+ANY = "*"  # in place of the keys of an object: whatever they are
+
 
 @dataclass(frozen=True)
 class Needed:
@@ -72,11 +74,13 @@ SHAPE: dict[str, Any] = {
     },
     "post_mortem": {
         "message": TEXT, "asked_bytes": INTEGER, "limit_bytes": INTEGER, "step": INTEGER, "phase": TEXT, "stage": TEXT,
-        "layer": INTEGER, "part": TEXT, "module": TEXT, "held": OBJECT,
+        "layer": INTEGER, "part": TEXT, "module": TEXT, "held": Needed({ANY: INTEGER}),
         "would_fit": {
-            "batch": INTEGER, "context": INTEGER, "needed_bytes": INTEGER, "largest_batch": INTEGER,
+            "batch": INTEGER, "context": Needed(INTEGER), "needed_bytes": Needed(INTEGER), "largest_batch": INTEGER,
             "largest_context": INTEGER,
-            "options": [{"change": TEXT, "needed_bytes": INTEGER, "spare_bytes": INTEGER, "settings": OBJECT}],
+            "options": Needed(
+                [{"change": Needed(TEXT), "needed_bytes": INTEGER, "spare_bytes": INTEGER, "settings": Needed(OBJECT)}]
+            ),
         },
     },
 }  # fmt: skip
@@ -159,7 +163,7 @@ def _check(value: Any, shape: Any, where: str, file: Path) -> None:
         return
     if isinstance(shape, dict):
         _check_kind(value, dict, where, file)
-        for key, inner in shape.items():
+        for key, inner in ((key, shape[ANY]) for key in value) if ANY in shape else shape.items():
             _check(value.setdefault(key, None), inner, f"{where}.{key}" if where else key, file)
     elif isinstance(shape, Needed):
         _check(value, shape.shape, where, file)

@@ -45,7 +45,7 @@ def _fitting(found: dict[str, Any]) -> list[str]:
     if fit is None:
         return []
     size = units.byte_count(fit["needed_bytes"])
-    needed = f"{size} for a context of {fit['context']:,} and a batch of {fit['batch']:,}"
+    needed = f"{size} for a context of {fit['context']:,} and a batch of {fit['batch'] or 1:,}"
     changes = [_change(option) for option in fit["options"][:OPTIONS_SHOWN]]
     what = f"it would fit with {' or '.join(changes)}" if changes else "no single change of settings would make it fit"
     most = [

@@ -91,7 +91,7 @@ def _would_fit(session: Session, failure: Failure, limit: int) -> dict[str, Any]
     document = Planner(request).plan().to_json()
     fit = document["fit"]
     return {
-        "batch": failure.batch,
+        "batch": request.batch,
         "context": context,
         "needed_bytes": fit["needed_bytes"],
         "largest_batch": fit["largest_batch"],

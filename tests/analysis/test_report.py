@@ -210,7 +210,10 @@ def test_quality_is_marked(tmp_path):
     uncounted = [{"module": name, "span": "a", "share_of_time": 0.25} for name in ("x", "y")]
     odd = report_head.marks(small(tmp_path / "odd", uncounted=uncounted))
     assert "No formula for the work of some modules, 25.0% of the time: x, y." in [mark.text for mark in odd]
-    noisy = {"noise": 1.5, "untraced_s": [1, 1.5], "tokens_identical": True}
+    noisy = {
+        "noise": 1.5, "untraced_s": [1, 1.5], "traced_s": [1, 1.5], "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0,
+        "tokens_identical": True,
+    }  # fmt: skip
     found = {mark.text: mark.kind for mark in report_head.marks(small(tmp_path / "noisy", overhead=noisy))}
     assert found["2 equal untraced runs differ by 50.0%, doubt the times."] == "bad"
     assert "The work of 4 of 4 steps was not counted." in found
