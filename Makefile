@@ -36,7 +36,7 @@ versions: ## the tests with the oldest and with the newest supported libraries, 
 	  OMP_NUM_THREADS=1 $(VENV)-$$which/bin/python -m pytest --numprocesses 2 || exit 1; \
 	done
 
-endurance: $(VENV)/installed ## 200 kills, 10,000 damaged traces, 200,000 steps and more: about an hour, see docs/robustness.md
+endurance: $(VENV)/installed ## 200 kills, 10,000 damaged traces, 200,000 steps and more: about an hour
 	$(BIN)/python benchmarks/endurance.py all
 
 bench: $(VENV)/installed ## measure what tracing costs, and write it into docs/overhead.md
