@@ -233,7 +233,7 @@ def _counted(trace: Trace) -> pa.Table:
     steps = steps.set_column(2, "phase", steps["phase"].cast(pa.string())).filter(pc.is_null(steps["parent_step"]))
     known = [call["call"] for call in top_calls(trace)]
     if known:
-        steps = steps.filter(pc.is_in(steps["call"], value_set=pa.array(known, steps["call"].type)))
+        steps = steps.filter(pc.is_in(steps["call"].cast(pa.int64()), value_set=pa.array(known, pa.int64())))
     else:
         steps = steps.set_column(1, "call", pa.array(_loops(steps), steps["call"].type))
     left_out = pc.or_(pc.fill_null(steps["warmup"], False), pc.fill_null(steps["discarded"], False))

@@ -83,6 +83,7 @@ def steps(count: int, seed: int, folder: Path) -> list[str]:
     """Record many steps in one trace."""
     import load
 
+    know_ceilings()
     return _drift(load.many_steps(count, folder / "trace"), "step")
 
 
@@ -90,6 +91,7 @@ def threads(count: int, seed: int, folder: Path) -> list[str]:
     """Generate in many threads at once."""
     import load
 
+    know_ceilings()
     wrong = load.many_threads(count, folder / "trace")
     print(f"{count} threads at once on one traced model: {'as alone' if not wrong else 'other than alone'}")
     return wrong
@@ -99,6 +101,7 @@ def traces(count: int, seed: int, folder: Path) -> list[str]:
     """Record many traces, one after another."""
     import load
 
+    know_ceilings()
     return _drift(load.many_traces(count, folder), "trace", 20_000)
 
 
@@ -107,6 +110,13 @@ def open_(count: int, seed: int, folder: Path) -> list[str]:
     import load
 
     return _drift(load.many_readings(count, ROOT / "sample_traces" / "demo"), "trace", 20_000)
+
+
+def know_ceilings() -> None:
+    """Ceilings that are there already, so that no trace measures this machine when it ends."""
+    import killing
+
+    killing.know_ceilings()
 
 
 def _drift(taken: list, what: str, growth_bytes: int = MAX_GROWTH_BYTES) -> list[str]:

@@ -141,6 +141,31 @@ def test_a_manifest_that_no_run_writes(folder, text, words):
         read_trace(folder)
 
 
+def places(value, path=()):
+    """Where a manifest holds a value: of lists the first stands for all."""
+    keys = value if isinstance(value, dict) else range(min(len(value), 1)) if isinstance(value, list) else ()
+    for key in keys:
+        yield (*path, key)
+        yield from places(value[key], (*path, key))
+
+
+def test_any_fact_of_a_manifest_may_be_missing(tmp_path):
+    shutil.copytree(hostile.SAMPLE, tmp_path / "t")
+    file = tmp_path / "t" / "run.json"
+    whole = file.read_text()
+    left_out = {"ceilings", "versions", "config"}
+    found = [path for path in places(json.loads(whole)) if not left_out & set(path)]
+    assert len(found) > 80
+    for path in found:
+        meta = json.loads(whole)
+        place = meta
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = None
+        file.write_text(json.dumps(meta))
+        assert hostile.fault_of("json", tmp_path / "t", tmp_path) is None, path
+
+
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [("wall_ns", None, "has an empty row"), ("q_len", -5, "which no run has"), ("phase", "warp", "a phase is none of")],

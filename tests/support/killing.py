@@ -187,7 +187,7 @@ def _duration_s(model: Any, expected: torch.Tensor, out: Path) -> float:
     return time.perf_counter() - start
 
 
-def _know_ceilings() -> None:
+def know_ceilings() -> None:
     """Ceilings that are there already: what is struck is a run, not a measurement of this machine."""
     device = calibrate.device_key(torch.device("cpu"))
     if calibrate.load(device)[0] is None:
@@ -198,7 +198,7 @@ def strikes(count: int, folder: Path, seed: int = 0) -> list[Ended]:
     """End so many runs, each in the next way, each at a random moment of its life."""
     model, chance = model_r(), random.Random(seed)
     expected = model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False)
-    _know_ceilings()
+    know_ceilings()
     traced_run(model, folder / "first")  # what is done once in a process is done before it is forked
     whole_s = min(_duration_s(model, expected, folder / f"whole-{number}") for number in range(3))
     endings = [ENDINGS[number % len(ENDINGS)] for number in range(count)]

@@ -186,6 +186,7 @@ def test_foreign_hooks_work_in_the_block_and_after_it(model_r, prompt_12, tmp_pa
     assert not torch.equal(model_r.generate(prompt_12, max_new_tokens=3, do_sample=False), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*on a device type different than your model's device.*:UserWarning")
 def test_offloaded_weights_work_in_the_block_and_after_it(model_r, prompt_12, tmp_path):
     cpu_offload(model_r, execution_device=torch.device("cpu"))
     expected = model_r.generate(prompt_12, max_new_tokens=3, do_sample=False)
