@@ -48,7 +48,7 @@ class MarkedCall:
 
 def _host_call(original: Call, codes: dict[int, int], tape: HostTape) -> Call:
     """`__call__` that marks host time, with as little between as Python allows."""
-    is_compiling, now = torch.compiler.is_compiling, perf_counter_ns
+    is_compiling, now = torch.compiler.is_dynamo_compiling, perf_counter_ns
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -71,7 +71,7 @@ def _tape_call(original: Call, codes: dict[int, int], tape: Tape) -> Call:
     """`__call__` that marks on any tape."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
         code = codes.get(id(self))
         if code is None:
@@ -88,7 +88,7 @@ def _telling_call(original: Call, codes: dict[int, int], told: MarkedCall) -> Ca
     """`__call__` of one module that tells of its calls around what `original` does."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or id(self) not in codes:
+        if torch.compiler.is_dynamo_compiling() or id(self) not in codes:
             return original(self, *args, **kwargs)
         if told.before is not None:
             told.before(args, kwargs)

@@ -58,14 +58,25 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class HostPending:
-    """Host marks are complete as soon as they are made."""
+class Ready:
+    """Marks that are complete."""
 
     marks: Marks
 
     def read(self, wait: bool) -> Marks:
         """Return the marks."""
         return self.marks
+
+
+@dataclass(frozen=True, slots=True)
+class HostPending:
+    """Host marks, codes and times in turn: complete as soon as they are made."""
+
+    marks: "array[int]"
+
+    def read(self, wait: bool) -> Marks:
+        """Return the marks."""
+        return Marks(self.marks[0::2], self.marks[1::2])
 
 
 class HostTape(threading.local):
@@ -90,8 +101,7 @@ class HostTape(threading.local):
 
     def cut(self) -> HostPending:
         """Hand over the marks so far and start afresh."""
-        marks = self.suspend()
-        return HostPending(Marks(marks[0::2], marks[1::2]))
+        return HostPending(self.suspend())
 
     def suspend(self) -> "array[int]":
         """Set the marks so far aside and start afresh, for a step inside a step."""

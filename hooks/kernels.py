@@ -22,7 +22,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import cache_utils
 
-from .clocks import HostPending, Marks
+from .clocks import Marks, Ready
 
 MARK, LABEL = "lifetrace.mark", "lifetrace.label."
 ROTARY, CACHE_APPEND = "rotary", "cache_append"
@@ -75,7 +75,7 @@ class ProfilerTape(threading.local):
             with record_function(MARK):
                 pass
 
-    def cut(self) -> HostPending:
+    def cut(self) -> Ready:
         """Hand over the marks so far with the profile, and end it."""
         codes = self.suspend()
         found = None
@@ -85,7 +85,7 @@ class ProfilerTape(threading.local):
             self._profile.__exit__(None, None, None)
             found = _step_profile(self._profile.events(), self.device.type == "cuda")
             self._profile = None
-        return HostPending(Marks(codes, array("q", [0] * len(codes)), profile=found))
+        return Ready(Marks(codes, array("q", [0] * len(codes)), profile=found))
 
     def suspend(self) -> "array[int]":
         """Set the marks so far aside and start afresh, for a step inside a step."""

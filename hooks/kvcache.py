@@ -6,8 +6,8 @@ static cache counts on the device is followed on the host instead (`positions_se
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache as remember
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ CACHE_ARGUMENTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKV:
+class LayerKV(NamedTuple):
     """The cache of one layer: positions held, bytes of those filled, bytes of storage.
 
     `capacity` is the number of slots of a preallocated layer, None where it grows.
@@ -38,8 +37,11 @@ def find_cache(arguments: dict[str, Any]) -> Any:
 
     Reads the dictionary itself: a model output warns when it is asked for a name of older days.
     """
-    found = (dict.get(arguments, name) for name in CACHE_ARGUMENTS)
-    return next((cache for cache in found if cache is not None), None)
+    for name in CACHE_ARGUMENTS:
+        cache = dict.get(arguments, name)
+        if cache is not None:
+            return cache
+    return None
 
 
 def read(cache: Any, positions_seen: int | None = None) -> tuple[LayerKV, ...]:
@@ -54,7 +56,7 @@ def read(cache: Any, positions_seen: int | None = None) -> tuple[LayerKV, ...]:
     rows = [_read_layer(slot, positions_seen) for slot in _slots(getattr(cache, "self_attention_cache", cache))]
     # What layers keep of other positions than their own stands behind, where there is any.
     crossed = [_read_layer(slot, None) for slot in _slots(getattr(cache, "cross_attention_cache", ()))]
-    return tuple(rows + [replace(row, kind="cross") for row in crossed if row.kind != "empty"])
+    return tuple(rows + [row._replace(kind="cross") for row in crossed if row.kind != "empty"])
 
 
 def positions(cache: Any) -> int | None:
@@ -153,7 +155,9 @@ def _read_layer(layer: Any, positions_seen: int | None) -> LayerKV:
     elif kind == "quantized":
         length = getattr(layer, "cumulative_length", held)
     first = keys if isinstance(keys, torch.Tensor) and keys.numel() else tensors[0]
-    return LayerKV(kind, length, logical, allocated, _dtype(first), str(first.device), capacity if held else None)
+    return LayerKV(
+        kind, length, logical, allocated, _dtype(first.dtype), _device(first.device), capacity if held else None
+    )
 
 
 def _read_growing(keys: torch.Tensor, values: torch.Tensor | None) -> LayerKV:
@@ -161,7 +165,7 @@ def _read_growing(keys: torch.Tensor, values: torch.Tensor | None) -> LayerKV:
     logical = keys.nbytes + (values.nbytes if values is not None else 0)
     allocated = keys.untyped_storage().nbytes() + (values.untyped_storage().nbytes() if values is not None else 0)
     length = keys.shape[-2] if keys.dim() > 1 else 0
-    return LayerKV("full", length, logical, allocated, _dtype(keys), str(keys.device))
+    return LayerKV("full", length, logical, allocated, _dtype(keys.dtype), _device(keys.device))
 
 
 def _kind(layer: Any) -> str:
@@ -199,5 +203,11 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+@remember
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@remember
+def _device(device: torch.device) -> str:
+    return str(device)

@@ -7,7 +7,7 @@ lengths are looked at until something else changes.
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +17,9 @@ from .kvcache import LayerKV
 _families: dict[tuple[LayerKV, ...], tuple[LayerKV, ...]] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVLayout:
-    """One full reading of a cache."""
+    """One full reading of a cache: the same one is the same object."""
 
     layers: tuple[LayerKV, ...]
 
@@ -30,8 +30,7 @@ class KVLayout:
         A recurrent state keeps its bytes, which belong to its make: what grows is no such state.
         """
         bare = tuple(
-            replace(
-                layer,
+            layer._replace(
                 length=0,
                 logical_bytes=layer.logical_bytes if layer.kind == "state" else 0,
                 allocated_bytes=0,
@@ -72,8 +71,7 @@ class KVState:
         if not self.grown:
             return self.layout.layers
         return tuple(
-            replace(
-                layer,
+            layer._replace(
                 length=layer.length + self.grown,
                 logical_bytes=layer.logical_bytes + self.grown * size,
                 allocated_bytes=layer.logical_bytes + self.grown * size,
@@ -105,20 +103,17 @@ class CacheWatch:
         self._row_shape: tuple[int, ...] = ()
 
     def before(self, cache: Any) -> tuple[KVState, int | None]:
-        """The state before a step and the positions seen: as after the step before, unless something was done.
-
-        Whoever cuts a cache between two steps cuts all of its layers: the first and the last tell.
-        """
-        return self._look(cache, None, ends_only=True)
+        """The state before a step and the positions seen: as after the step before, unless something was done."""
+        return self._look(cache, None)
 
     def after(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
         """The state after a step and the positions seen; `expected` is what only a device could tell."""
-        return self._look(cache, expected, ends_only=False)
+        return self._look(cache, expected)
 
-    def _look(self, cache: Any, expected: int | None, ends_only: bool) -> tuple[KVState, int | None]:
+    def _look(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
         if cache is None:
             return NOTHING, 0
-        length = self._even_length(cache, ends_only)
+        length = self._even_length(cache)
         read_at = self._state.layout.layers[0].length if length is not None else 0
         if length is None or length < read_at:
             return self._read(cache, expected)
@@ -126,8 +121,13 @@ class CacheWatch:
             self._state = KVState(self._state.layout, length - read_at)
         return self._state, length
 
-    def _even_length(self, cache: Any, ends_only: bool) -> int | None:
-        """The one length of all layers; None for another cache, or when more than lengths has changed."""
+    def _even_length(self, cache: Any) -> int | None:
+        """The one length of all layers; None for another cache, or when more than lengths has changed.
+
+        Three layers are looked at, for to reach each of them costs more than all else here: the ends, and one
+        between them that changes with the length. A layer that no longer grows is seen within as many steps as
+        there are layers.
+        """
         same = self._cache is not None and self._cache() is cache
         if not same or not self._state.layout.grows_evenly:
             return None
@@ -136,12 +136,14 @@ class CacheWatch:
             return None
         if len(layers) != len(self._state.layout.layers):
             return None
-        looked_at = (layers[0], layers[-1]) if ends_only else layers
-        shapes = {layer.keys.shape for layer in looked_at if layer.keys is not None}
-        if len(shapes) != 1:
+        first, last = layers[0].keys, layers[-1].keys
+        if first is None or last is None or last.shape != first.shape:
             return None
-        shape = shapes.pop()
-        return shape[-2] if self._row_shape == (*shape[:-2], shape[-1]) else None
+        *rows, length, width = first.shape
+        if (*rows, width) != self._row_shape:
+            return None
+        another = layers[length % len(layers)].keys
+        return length if another is not None and another.size(-2) == length else None
 
     def _read(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
         seen = kvcache.positions(cache)

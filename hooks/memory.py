@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from .clocks import HostPending, Marks
+from .clocks import Marks, Ready
 
 Reading = tuple[int | None, int | None, int | None]
 
@@ -58,10 +58,10 @@ class MemoryTape(threading.local):
         self.codes.append(code)
         self.readings.append(self.read())
 
-    def cut(self) -> HostPending:
+    def cut(self) -> Ready:
         """Hand over the marks so far and start afresh."""
         codes, readings = self.suspend()
-        return HostPending(Marks(codes, array("q", [0] * len(codes)), memory=readings))
+        return Ready(Marks(codes, array("q", [0] * len(codes)), memory=readings))
 
     def suspend(self) -> "tuple[array[int], list[tuple[int, int]]]":
         """Set the marks so far aside and start afresh, for a step inside a step."""

@@ -12,9 +12,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,7 @@ def ends(slot: int) -> int:
     return 2 * slot + 1
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """All that decides what a forward computes, apart from the weights and the token values.
 
     `kv` says of which make the cache is, its lengths left out; `kv_len_before` how many positions
@@ -90,7 +89,7 @@ class Call:
     cache_watch: CacheWatch = field(default_factory=CacheWatch)
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """One step as it was seen. `pending` holds its marks once the step is closed."""
 
@@ -344,7 +343,7 @@ class Recorder:
             return
         step.kv_before, seen = step.call.cache_watch.before(cache)
         family = step.kv_before.layout.family
-        step.signature = replace(step.signature, use_cache=True, kv=family, kv_len_before=seen)
+        step.signature = step.signature._replace(use_cache=True, kv=family, kv_len_before=seen)
         step.prefill = seen == 0 or step.signature.q_len > 1
         step.hand_cache = weakref.ref(cache)
 
@@ -418,10 +417,8 @@ class Recorder:
 
     def _flush_if_due(self) -> None:
         """Hand steps on when they are many or old: before a step begins, never while a call returns."""
-        with self._lock:
-            waiting = len(self._finished)
-            old = time.monotonic() - self._last_flush >= self.flush_seconds
-        if waiting >= self.flush_steps or (waiting and old):
+        waiting = len(self._finished)
+        if waiting >= self.flush_steps or (waiting and time.monotonic() - self._last_flush >= self.flush_seconds):
             self.flush()
 
     def flush(self) -> None:
@@ -456,6 +453,6 @@ def _signature(arguments: dict[str, Any], cache: Any, seen: int | None, kv_befor
         extras=tuple(
             (name, tuple(value.shape), value.dtype)
             for name, value in arguments.items()
-            if isinstance(value, torch.Tensor) and name not in USUAL_ARGUMENTS
+            if name not in USUAL_ARGUMENTS and isinstance(value, torch.Tensor)
         ),
     )

@@ -3,7 +3,7 @@
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -58,8 +58,8 @@ class Family:
 
     signature: Signature
     model: int = 0
-    steps: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    steps: MutableSequence[int] = field(default_factory=lambda: array("q"))
+    lengths: MutableSequence[int] = field(default_factory=lambda: array("q"))
 
 
 Traffic = tuple[tuple[int | None, ...], ...]
@@ -427,7 +427,7 @@ class Completion:
         if not self.log.recomputing:
             return None
         steps, signatures = zip(*self.log.recomputing, strict=True)
-        one = replace(signatures[0], q_len=1, head_positions=1, use_cache=True)
+        one = signatures[0]._replace(q_len=1, head_positions=1, use_cache=True)
         cached = Family(one, lengths=[signature.q_len - 1 for signature in signatures])
         try:
             interpolation = Interpolation(replayer, lifecycle, cached)

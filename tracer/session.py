@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
@@ -113,7 +114,7 @@ class Session:
         self.cold = ColdWatch()
         self.stage_memory = StageMemory(self.slots)
         self.stage_ops: StageOps | None = None
-        self._ordinals: dict[int, int] = {}
+        self._ordinals = array("q")  # of each top-level step: its number, and its number within its call
         self.uncounted: list[dict[str, Any]] | None = None
         self.uncountable: list[str] = []
         self.findings: list[str] = []
@@ -374,7 +375,9 @@ class Session:
         self.tokens.note(steps, rows.steps)
         self.work.note(steps)
         self._note_times(steps, rows.steps)
-        self._ordinals |= {step.index: step.ordinal for step in steps if is_top(step)}
+        for step in steps:
+            if is_top(step):
+                self._ordinals.extend((step.index, step.ordinal))
         self.writer.part("steps", rows.steps)
         self.writer.part("spans", pa.concat_tables([self._loose(), rows.spans]).unify_dictionaries())
         self.writer.part("kv", rows.kv)
@@ -420,22 +423,28 @@ class Session:
             tokens |= by_step
         work = self._count(status == "complete")
         cold = self.cold.cold()
-        self.writer.complete("steps", lambda rows: self._complete_steps(rows, work, tokens, cold))
-        self.writer.complete("spans", lambda rows: self.stage_memory.fill(work.spans(rows), self._ordinals))
+        ordinals = dict(zip(self._ordinals[0::2], self._ordinals[1::2], strict=True))
+        self.writer.complete("steps", lambda rows: self._complete_steps(rows, work, tokens, cold, ordinals))
+        self.writer.complete("spans", lambda rows: self.stage_memory.fill(work.spans(rows), ordinals))
         self.uncounted = work.uncounted()
         self.writer.complete("kv", lambda rows: rows)
         self.writer.complete("tokens", lambda rows: rows)
         if self.stage_ops is not None:
-            step_at = {ordinal: step for step, ordinal in sorted(self._ordinals.items(), reverse=True)}
+            step_at = {ordinal: step for step, ordinal in sorted(ordinals.items(), reverse=True)}
             self.writer.part("ops", table_of(schema.OPS, self.stage_ops.rows(step_at, self.run_id)))
         self.writer.table("modules", self._modules())
         self.writer.table("products", table_of(schema.PRODUCTS, work.products))
 
     def _complete_steps(
-        self, rows: pa.Table, work: Completion, tokens: dict[int, StepTokens], cold: set[int]
+        self,
+        rows: pa.Table,
+        work: Completion,
+        tokens: dict[int, StepTokens],
+        cold: set[int],
+        ordinals: dict[int, int],
     ) -> pa.Table:
         rows = _marked(_with_token_counts(work.steps(rows), tokens), cold)
-        return rows if self.device.type == "cuda" else self.stage_memory.fill_steps(rows, self._ordinals)
+        return rows if self.device.type == "cuda" else self.stage_memory.fill_steps(rows, ordinals)
 
     def _count(self, run_model: bool) -> Completion:
         """Count the work of all steps; what cannot be replayed stays null, and the notes say why.

@@ -38,9 +38,12 @@ class Row:
     call_index: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pattern:
-    """The rows of a sequence of marks, in the order of their starts, and the forward's own marks."""
+    """The rows of a sequence of marks, in the order of their starts, and the forward's own marks.
+
+    The same sequence is the same object.
+    """
 
     rows: tuple[Row, ...]
     forward: tuple[int, int] | None

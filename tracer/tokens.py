@@ -2,17 +2,21 @@
 
 import bisect
 import itertools
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import torch
 
+from lifetrace.analysis.schema import PHASES
 from lifetrace.hooks.recorder import Call, Step
 
 from .logprobs import Sequence
+
+UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,29 @@ class StepFacts:
     kv_len_before: int | None
     kv_len_after: int | None
     length_after: int | None
+
+
+class StepLog:
+    """The steps of a call, kept as numbers side by side: a run may have very many of them."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+
+    def add(self, facts: StepFacts) -> None:
+        """Keep a step."""
+        self._numbers.extend(_number(getattr(facts, name)) for name in StepFacts.__slots__)
+
+    def __iter__(self) -> Iterator[StepFacts]:
+        width = len(StepFacts.__slots__)
+        for start in range(0, len(self._numbers), width):
+            step, end_ns, phase, *others = self._numbers[start : start + width]
+            yield StepFacts(step, end_ns, PHASES[phase], *(None if n == UNKNOWN else n for n in others))
+
+
+def _number(fact: int | str | None) -> int:
+    if isinstance(fact, str):
+        return PHASES.index(fact)
+    return UNKNOWN if fact is None else fact
 
 
 @dataclass
@@ -74,7 +101,7 @@ class TokenReader:
     def __init__(self, tokenizer: Any, run_id: str) -> None:
         self.use(tokenizer)
         self.run_id = run_id
-        self._steps: dict[int, list[StepFacts]] = {}
+        self._steps: dict[int, StepLog] = {}
         self._texts: dict[int, str] = {}
         self._read: dict[int, CallTokens | None] = {}
 
@@ -92,11 +119,11 @@ class TokenReader:
                 row = by_index[step.index]
                 end_ns = row.pop("start_ns") + row.pop("wall_ns")
                 facts = StepFacts(end_ns=end_ns, length_after=step.length_after, **row)
-                self._steps.setdefault(step.call.index, []).append(facts)
+                self._steps.setdefault(step.call.index, StepLog()).add(facts)
 
     def rows(self, call: Call) -> tuple[list[dict[str, Any]], dict[int, StepTokens]]:
         """Return the token rows of a call and the counts of its steps."""
-        steps = sorted(self._steps.get(call.index, []), key=lambda facts: facts.step)
+        steps = sorted(self._steps.get(call.index, ()), key=lambda facts: facts.step)
         tokens = self._tokens(call)
         if tokens is None:
             return [], {s.step: StepTokens(None, _processed(s)) for s in steps}
@@ -112,7 +139,7 @@ class TokenReader:
     def call_facts(self, call: Call) -> dict[str, Any]:
         """Prompt tokens, new tokens, stop reason, first and last arrival, for the manifest."""
         tokens = self._tokens(call)
-        steps = [s for s in self._steps.get(call.index, []) if s.length_after is not None]
+        steps = [s for s in self._steps.get(call.index, ()) if s.length_after is not None]
         if tokens is None:
             return dict.fromkeys(
                 (

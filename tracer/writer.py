@@ -19,8 +19,9 @@ from .claim import Claim
 
 MANIFEST = "run.json"
 COVERS = schema.COVERS
-# At the end nothing waits for the compression: harder than zstd's default of 3.
-CLOSING_LEVEL = 12
+# Parts are written while the program waits, and rewritten at the end, when nothing waits: then harder than by default.
+PASSING = {"compression": "lz4", "write_statistics": False}
+LASTING = {"compression": "zstd", "compression_level": 12}
 # Durations vary in their low bytes alone: split by byte they compress better than as differences.
 DURATIONS = ("host_ns", "device_ns")
 MAX_ROWS_PER_PART = 250_000
@@ -98,7 +99,7 @@ class TraceWriter:
     def warm_up(self) -> None:
         """Convert and encode a row into memory, so that the first part in a timed run pays for no import."""
         for table in (schema.STEPS, schema.SPANS, schema.KV):
-            pq.write_table(table.schema.empty_table(), pa.BufferOutputStream(), **_encoding(table))
+            pq.write_table(table.schema.empty_table(), pa.BufferOutputStream(), **PASSING, **_encoding(table))
         pa.array(np.zeros(1, dtype=np.int64)).dictionary_encode()
 
     def part(self, name: str, rows: pa.Table) -> None:
@@ -106,7 +107,7 @@ class TraceWriter:
         if not len(rows):
             return
         written = self._rows.setdefault(name, [])
-        self._put_table(self._part_path(name, len(written)), rows, schema.TABLES[name])
+        self._put_table(self._part_path(name, len(written)), rows, schema.TABLES[name], PASSING)
         written.append(len(rows))
 
     def table(self, name: str, rows: pa.Table) -> None:
@@ -123,7 +124,7 @@ class TraceWriter:
             paths = [self._part_path(name, number) for number in range(first, last)]
             rows = pa.concat_tables([self._read(path, schema.TABLES[name]) for path in paths])
             covering = fill(rows.unify_dictionaries()).replace_schema_metadata({COVERS: str(last - first)})
-            self._put_table(paths[0], covering, schema.TABLES[name], CLOSING_LEVEL)
+            self._put_table(paths[0], covering, schema.TABLES[name])
             for path in paths[1:]:
                 path.unlink()
 
@@ -133,9 +134,9 @@ class TraceWriter:
     def _part_path(self, name: str, number: int) -> Path:
         return self.path / name / f"part-{number:05d}.parquet"
 
-    def _put_table(self, path: Path, rows: pa.Table, table: schema.Table, level: int | None = None) -> None:
+    def _put_table(self, path: Path, rows: pa.Table, table: schema.Table, form: dict[str, Any] = LASTING) -> None:
         def write(name: str) -> None:
-            pq.write_table(rows, name, compression_level=level, **_encoding(table))
+            pq.write_table(rows, name, **form, **_encoding(table))
 
         self._put(path, write)
 
@@ -163,7 +164,6 @@ def _encoding(table: schema.Table) -> dict[str, Any]:
     lists = [f"{c.name}.list.element" for c in table.columns if pa.types.is_list(c.type)]
     split = {name: "BYTE_STREAM_SPLIT" for name in numbers if name in DURATIONS}
     return {
-        "compression": "zstd",
         "use_dictionary": words + lists,
         "column_encoding": dict.fromkeys(numbers, "DELTA_BINARY_PACKED") | split,
     }

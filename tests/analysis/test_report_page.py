@@ -89,8 +89,7 @@ def test_a_linked_step_is_shown(browser, tmp_path):
     page = written(small(tmp_path / "t"))
     browser.open(page, 1200)
     browser.run("location.hash = '#step=3'")
-    browser.send("Page.reload")
-    browser.settle()
+    browser.reload()
     assert text(browser, "#where") == "Decode 3 · 10.0 ms"
     assert text(browser, "#loop") == "stops here: token limit"
 

@@ -68,7 +68,7 @@ def marks_of(module, tape=None):
 
 
 def codes(tape):
-    return tape.cut().marks.codes
+    return tape.cut().read(wait=True).codes
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Registered, Final, Demanded, Slotted, Copying])

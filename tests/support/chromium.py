@@ -63,8 +63,16 @@ class Chromium:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
-        self.complaints, self.requests, self._loaded = [], [], 0
-        self.send("Page.navigate", url=page.as_uri())
+        self.complaints, self.requests = [], []
+        self._load("Page.navigate", url=page.as_uri())
+
+    def reload(self) -> None:
+        """Load the same page once more."""
+        self._load("Page.reload")
+
+    def _load(self, command: str, **params: Any) -> None:
+        self._loaded = 0
+        self.send(command, **params)
         while not self._loaded:
             self._note(self._read())
         self.settle()

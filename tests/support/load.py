@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lifetrace
 from lifetrace.hooks.memory import rss_bytes
+from lifetrace.session import Options, Session
 from reference_model import R_SIZES
 
 
@@ -59,6 +61,28 @@ def many_steps(count: int, out: Path, looks: int = 10, tokens: int = 200) -> lis
     assert steps.step.tolist() == list(range(count // looks // tokens * tokens * looks))
     assert steps.flops.notna().all()
     return taken
+
+
+def bytes_of_a_step(count: int, out: Path, tokens: int = 200) -> float:
+    """What Python objects a traced run keeps of each of so many steps, after as many before them."""
+    model, prompt = small_model(), torch.arange(3, 15)[None]
+    session = Session(model, out, Options())
+    session.start()
+
+    def run() -> int:
+        for _ in range(count // tokens):
+            model.generate(prompt, max_new_tokens=tokens, do_sample=False)
+        session.recorder.flush()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    run()
+    tracemalloc.start()
+    try:
+        return (-run() + run()) / count
+    finally:
+        tracemalloc.stop()
+        session.finish("interrupted")
 
 
 def many_threads(count: int, out: Path, tokens: int = 16) -> list[str]:

@@ -23,6 +23,12 @@ def test_many_steps_open_no_file_and_begin_no_thread(tmp_path):
     assert {(look.open_files, look.threads) for look in taken} == {(taken[0].open_files, taken[0].threads)}
 
 
+def test_a_step_leaves_less_than_two_hundred_bytes_behind(tmp_path):
+    """Of Python's own: 8 numbers for its tokens, 6 for its cache, 2 for its family, 2 for its place make 144."""
+    grown = load.bytes_of_a_step(600, tmp_path / "t", tokens=200)
+    assert 144 <= grown < 200
+
+
 def test_many_threads_on_one_model_do_not_mix(tmp_path):
     assert load.many_threads(16, tmp_path / "t", tokens=8) == []
 
