@@ -6,8 +6,12 @@ from the headers of its pages first, and has to stand in some relation to what l
 
 import os
 import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -28,6 +32,9 @@ MAX_COLUMNS = 128
 MAX_RANKS = 64
 LIMIT = 2**62
 MAX_TEXT_BYTES = 2**20
+MAX_THREADS = 8  # each holds the columns of one file
+
+T = TypeVar("T")
 
 
 def files_of(folder: Path, table: schema.Table) -> list[Path]:
@@ -58,77 +65,148 @@ def covers(file: Path) -> int:
         return 1  # reported when its rows are read
 
 
-def read_files(files: list[Path], table: schema.Table, version: int) -> list[pa.Table]:
-    """Read the files of a table, one after another; together they keep to the bound on memory.
+class TableFiles:
+    """The files of one table of a trace, of which columns are read as they are needed.
 
-    Raises:
-        TraceError: one is damaged, is no file of this table, or would take more memory than it may.
+    All that is kept of them together keeps to the bound on memory; so does each file while it is scanned.
     """
-    room = ROOM_BYTES
-    parts = []
-    for file in files:
-        room += EXPANSION * file.stat().st_size
-        rows = _read(file, table, version, room)
-        room -= rows.nbytes
-        parts.append(rows)
-    return parts
+
+    def __init__(self, files: list[Path], table: schema.Table, version: int) -> None:
+        self.files = files
+        self.table = table
+        self._version = version
+        self._states = [_state(file) for file in files]
+        self._sizes = [state[1] for state in self._states]
+        self._room = ROOM_BYTES + EXPANSION * sum(self._sizes)
+        self._is_checked = False
+
+    def read(self, columns: list[str]) -> list[pa.Table]:
+        """Read columns of all files, a table a file.
+
+        Raises:
+            TraceError: a file is damaged, is none of this table, has changed since it was first looked at, or would
+                take more memory than it may.
+        """
+        self._check_keys()
+        return self._read(columns)
+
+    def scan(self, columns: list[str], work: Callable[[pa.Table], T]) -> list[T]:
+        """Give the rows of each file to `work`, several files at once, and keep nothing but what it returns.
+
+        Raises:
+            TraceError: as `read` does.
+        """
+        self._check_keys()
+
+        def one(number: int) -> T:
+            file, room = self.files[number], ROOM_BYTES + EXPANSION * self._sizes[number]
+            if self._decoded_bytes(number, columns) > room:
+                raise _too_large(file, room)
+            return work(self._file(number, columns, room))
+
+        return self._each(one)
+
+    def _read(self, columns: list[str]) -> list[pa.Table]:
+        for number, file in enumerate(self.files):
+            decoded = self._decoded_bytes(number, columns)
+            if decoded > self._room:
+                raise _too_large(file, self._room)
+            self._room -= decoded
+        room = self._room
+        return self._each(lambda number: self._file(number, columns, room))
+
+    def _each(self, work: Callable[[int], T]) -> list[T]:
+        with ThreadPoolExecutor(min(len(self.files), os.cpu_count() or 1, MAX_THREADS) or 1) as pool:
+            return list(pool.map(work, range(len(self.files))))
+
+    def _decoded_bytes(self, number: int, columns: list[str]) -> int:
+        file = self.files[number]
+        try:
+            # an older version had other columns, all of which its upgrade may need
+            return decoded_bytes(file, columns if self._version == schema.FORMAT_VERSION else None)
+        except (OSError, ValueError) as error:
+            raise _unreadable(file, error) from None
+
+    def _file(self, number: int, columns: list[str], room: int) -> pa.Table:
+        file = self.files[number]
+        if _state(file) != self._states[number]:
+            raise TraceError(f"{file} was rewritten while the trace was read: its run has just ended. Read it again.")
+        return _read(file, self.table, columns, self._version, room)
+
+    def _check_keys(self) -> None:
+        """Raise TraceError where rows that have to be told apart are not: tables are joined by these columns."""
+        key = schema.UNIQUE.get(self.table.name)
+        if self._is_checked or key is None or not self.files:
+            return
+        rows = pa.concat_tables(self._read(["rank", key]))
+        _check_unique(self.files[0].parent, key, rows)
+        self._is_checked = True
 
 
-def _read(file: Path, table: schema.Table, version: int, room: int) -> pa.Table:
+def _state(file: Path) -> tuple[int, int, int]:
+    """What changes when a file is replaced: its number on the disk, its size, its time."""
     try:
-        rows = _decoded(file, table, version, room)
+        found = file.stat(follow_symlinks=False)
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(file: Path, table: schema.Table, columns: list[str], version: int, room: int) -> pa.Table:
+    try:
+        rows = _decoded(file, table, columns, version)
         rows.validate(full=True)
-        rows = upgrade.table(table.name, rows, version, file.parent)
-        _check_columns(file, rows.schema, table)
-        rows = rows.select(table.schema.names)
-        if sum(map(_text_bytes, rows.columns)) > room:
-            raise _TooLarge
-        rows = rows.cast(table.schema)
-    except _TooLarge:
-        raise TraceError(
-            f"{file} would take more than {room >> 20} MiB of memory for a file of {file.stat().st_size} bytes, "
-            "which no file of lifetrace does. Move it away to read the rest of the trace."
-        ) from None
+        if version < schema.FORMAT_VERSION:
+            rows = upgrade.table(table.name, rows, version, file.parent)
+            _check_columns(file, rows.schema, table)
+            rows = rows.select(columns)
+        if sum(_text_bytes(column, room) for column in rows.columns) > room:
+            raise _too_large(file, room)
+        rows = rows.cast(pa.schema([table.schema.field(name) for name in columns]))
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
-        first_line = str(error).partition("\n")[0]
-        raise TraceError(f"{file} cannot be read: {first_line}. Move it away to read the rest of the trace.") from None
+        raise _unreadable(file, error) from None
     _check_values(file, rows, table)
     return rows
 
 
-def _decoded(file: Path, table: schema.Table, version: int, room: int) -> pa.Table:
+def _decoded(file: Path, table: schema.Table, columns: list[str], version: int) -> pa.Table:
     """The columns as they are stored, but texts by dictionary: a word that is there a million times is held once."""
     limits = {
         "thrift_string_size_limit": MAX_FOOTER_STRING_BYTES,
         "thrift_container_size_limit": MAX_FOOTER_ITEMS,
     }
-    if decoded_bytes(file) > room:
-        raise _TooLarge
     with pq.ParquetFile(file, **limits) as stored:
-        names = _columns(file, stored, table, version)
-        texts = [name for name in names if _is_text(stored.schema_arrow.field(name).type)]
+        _check_shape(file, stored.metadata)
+        found = stored.schema_arrow
+        if version == schema.FORMAT_VERSION:
+            _check_columns(file, found, table)
+        names = columns if version == schema.FORMAT_VERSION else list(found.names)
+        texts = [name for name in names if _is_plain_text(found.field(name).type)]
+        if not texts:
+            return stored.read(columns=names, use_threads=False)
     with pq.ParquetFile(file, read_dictionary=texts, **limits) as stored:
-        return stored.read(columns=names)
+        return stored.read(columns=names, use_threads=False)
 
 
-class _TooLarge(Exception):
-    """A file would take more memory than it may."""
+def _too_large(file: Path, room: int) -> TraceError:
+    return TraceError(
+        f"{file} would take more than {room >> 20} MiB of memory for a file of {file.stat().st_size} bytes, "
+        "which no file of lifetrace does. Move it away to read the rest of the trace."
+    )
 
 
-def _is_text(type_: pa.DataType) -> bool:
-    return pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_dictionary(type_)
+def _unreadable(file: Path, error: Exception) -> TraceError:
+    first_line = str(error).partition("\n")[0]
+    return TraceError(f"{file} cannot be read: {first_line}. Move it away to read the rest of the trace.")
 
 
-def _columns(file: Path, stored: pq.ParquetFile, table: schema.Table, version: int) -> list[str]:
-    """The columns to read: the table's own, or all that an older version had."""
-    metadata = stored.metadata
+def _is_plain_text(type_: pa.DataType) -> bool:
+    return pa.types.is_string(type_) or pa.types.is_large_string(type_)
+
+
+def _check_shape(file: Path, metadata: pq.FileMetaData) -> None:
     if metadata.num_row_groups > MAX_ROW_GROUPS or metadata.num_columns > MAX_COLUMNS:
         raise TraceError(f"{file} has more row groups or columns than any file of lifetrace.")
-    found = stored.schema_arrow
-    if version < schema.FORMAT_VERSION:
-        return list(found.names)
-    _check_columns(file, found, table)
-    return list(table.schema.names)
 
 
 def _check_columns(file: Path, found: pa.Schema, table: schema.Table) -> None:
@@ -157,19 +235,23 @@ def _kind(type_: pa.DataType) -> str:
     return next((name for name, fits in kinds.items() if fits), str(type_))
 
 
-def _text_bytes(column: pa.ChunkedArray) -> int:
-    """What a dictionary-encoded column takes as plain text."""
+def _text_bytes(column: pa.ChunkedArray, room: int) -> int:
+    """What a dictionary-encoded column takes as plain text, exactly where it could be more than there is room for."""
     total = 0
     for chunk in column.chunks:
         if pa.types.is_dictionary(chunk.type):
             lengths = pc.binary_length(chunk.dictionary)
-            total += pc.sum(pc.take(lengths, chunk.indices.drop_null()).cast(pa.int64())).as_py() or 0
+            most = (pc.max(lengths).as_py() or 0) * len(chunk)
+            if most <= room // MAX_COLUMNS:
+                total += most
+            else:
+                total += pc.sum(pc.take(lengths, chunk.indices.drop_null()).cast(pa.int64())).as_py() or 0
     return total
 
 
 def _check_values(file: Path, rows: pa.Table, table: schema.Table) -> None:
     """Raise TraceError for values that no run has: what readers add up, index and draw by."""
-    for column in table.columns:
+    for column in (column for column in table.columns if column.name in rows.column_names):
         if column.name in schema.REQUIRED[table.name] and rows[column.name].null_count:
             raise TraceError(f"{file} is damaged: its column {column.name} has an empty row.")
         values = rows[column.name]
@@ -181,7 +263,7 @@ def _check_values(file: Path, rows: pa.Table, table: schema.Table) -> None:
         elif pa.types.is_dictionary(values.type) or pa.types.is_string(values.type):
             _check_text(file, column.name, values)
     phases = {"steps": schema.PHASES}.get(table.name)
-    if phases and not set(rows["phase"].unique().to_pylist()) <= set(phases):
+    if phases and "phase" in rows.column_names and not set(rows["phase"].unique().to_pylist()) <= set(phases):
         raise TraceError(f"{file} is damaged: a phase is none of {', '.join(phases)}.")
 
 
@@ -199,12 +281,14 @@ def _check_text(file: Path, name: str, values: pa.ChunkedArray) -> None:
             raise TraceError(f"{file} is damaged: a text in {name} is longer than {MAX_TEXT_BYTES} bytes.")
 
 
-def check_whole(folder: Path, rows: pa.Table, table: schema.Table) -> None:
-    """Raise TraceError where rows that have to be told apart are not: tables are joined by these columns."""
-    key = schema.UNIQUE.get(table.name)
-    if key is None:
-        return
-    if pc.count_distinct(rows["rank"]).as_py() > MAX_RANKS:
-        raise TraceError(f"{folder / table.name} is damaged: it has rows of more than {MAX_RANKS} ranks.")
-    if len(rows.select(["rank", key]).group_by(["rank", key]).aggregate([])) != len(rows):
-        raise TraceError(f"{folder / table.name} is damaged: two of its rows have the same {key}.")
+def _check_unique(place: Path, key: str, rows: pa.Table) -> None:
+    """Raise TraceError where two rows of one rank have the same key, or there are too many ranks."""
+    ranks, keys = rows["rank"].fill_null(-1).to_numpy(), rows[key].to_numpy()
+    distinct = np.unique(ranks[:1]) if len(ranks) and (ranks == ranks[0]).all() else np.unique(ranks)
+    if len(distinct) > MAX_RANKS:
+        raise TraceError(f"{place} is damaged: it has rows of more than {MAX_RANKS} ranks.")
+    for rank in distinct:
+        mine = keys if len(distinct) == 1 else keys[ranks == rank]
+        # nearly in order as they are, they take the stable sort one pass
+        if not (np.diff(np.sort(mine, kind="stable")) > 0).all():
+            raise TraceError(f"{place} is damaged: two of its rows have the same {key}.")
