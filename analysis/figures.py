@@ -14,12 +14,13 @@ import pyarrow as pa
 
 from . import units
 from .blocks import Array, Block, first_rank, layer_times, numbers, ordered_blocks, step_rows, step_times
-from .breakdown import OWN, breakdown
+from .breakdown import breakdown
 from .ceilings import of_manifest
 from .cells import layer_efficiency
 from .drawing import DIGITS, INK, PLAIN_TICKS, byte_unit, color_range, cut_axis, empty, style, time_unit
 from .kv_form import kv_form
 from .latency import percentile
+from .queries import OWN
 from .trace import Trace
 
 MAX_BARS = 240

@@ -3,11 +3,12 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .breakdown import StageTime, breakdown, steps_per_call
+from .breakdown import StageTime, breakdown
 from .kv_use import KVUse, kv_use
 from .latency import Latency, latency
 from .memory import Memory, memory
 from .operators import OperatorTime, operators
+from .stage_sums import recorded_steps, steps_per_call
 from .trace import Trace
 from .verdicts import Verdicts, judge
 
@@ -82,7 +83,7 @@ def summarize(trace: Trace) -> Summary:
         stages=breakdown(trace),
         operators=operators(trace),
         steps=len(steps),
-        steps_recorded=len(trace.table("spans")["step"].unique().drop_null()),
+        steps_recorded=recorded_steps(trace),
         steps_per_call=steps_per_call(trace),
         kv_bytes=last.get("kv_bytes"),
         kv_allocated_bytes=last.get("kv_allocated_bytes"),
@@ -121,7 +122,7 @@ def _doubts(trace: Trace) -> list[str]:
         doubts.append(f"equal untraced runs differ by {noise - 1:.0%}: this machine was not quiet, doubt the times")
     if not len(trace.table("steps")):
         doubts.append("this trace holds no steps")
-    elif trace.table("spans")["step"].null_count == len(trace.table("spans")):
+    elif not recorded_steps(trace):
         doubts.append("this trace holds no spans: no step of those that ran was recorded in detail")
     return doubts
 

@@ -6,8 +6,9 @@ from the headers of its pages first, and has to stand in some relation to what l
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -138,8 +139,13 @@ class TableFiles:
         key = schema.UNIQUE.get(self.table.name)
         if self._is_checked or key is None or not self.files:
             return
-        rows = pa.concat_tables(self._read(["rank", key]))
-        _check_unique(self.files[0].parent, key, rows)
+        columns, room = ["rank", key], self._room
+        for number, file in enumerate(self.files):
+            if self._decoded_bytes(number, columns) > room:
+                raise _too_large(file, room)
+        ranges = self._each(lambda number: _key_range(self._file(number, columns, room), key))
+        if not _are_apart(ranges):
+            _check_unique(self.files[0].parent, key, pa.concat_tables(self._read(columns)))
         self._is_checked = True
 
 
@@ -279,6 +285,24 @@ def _check_text(file: Path, name: str, values: pa.ChunkedArray) -> None:
         words = chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
         if (pc.max(pc.binary_length(words)).as_py() or 0) > MAX_TEXT_BYTES:
             raise TraceError(f"{file} is damaged: a text in {name} is longer than {MAX_TEXT_BYTES} bytes.")
+
+
+def _key_range(rows: pa.Table, key: str) -> tuple[int, int, int] | None:
+    """The one rank of a file with its lowest and highest key, where all of its keys differ."""
+    if not len(rows):
+        return None
+    ranks, keys = pc.min_max(rows["rank"].fill_null(-1)).as_py(), np.sort(rows[key].to_numpy(), kind="stable")
+    if ranks["min"] != ranks["max"] or not (np.diff(keys) > 0).all():
+        return None
+    return ranks["min"], int(keys[0]), int(keys[-1])
+
+
+def _are_apart(ranges: Sequence[tuple[int, int, int] | None]) -> bool:
+    """Whether no key can be in two files: those that one writer wrote follow each other."""
+    known = sorted(found for found in ranges if found is not None)
+    return len(known) == len(ranges) and len({rank for rank, *_ in known}) <= MAX_RANKS and all(
+        rank != next_rank or high < low for (rank, _, high), (next_rank, low, _) in pairwise(known)
+    )
 
 
 def _check_unique(place: Path, key: str, rows: pa.Table) -> None:

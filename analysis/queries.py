@@ -1,0 +1,244 @@
+"""The aggregations behind `show` and `compare`, on the tables of one trace or of a fleet of them.
+
+Each function takes tables as any engine that narwhals knows holds them: a pyarrow table, a pandas or polars frame, a
+DuckDB relation, a Dask or Spark frame. It returns a narwhals `LazyFrame`: `.collect()` computes it, `.to_native()` is
+the engine's own. Nothing here is specific to an engine, and no window over rows is needed.
+
+`by` names the columns that tell traces apart. A fleet has `run_id` and `rank`; within one process' trace there are none.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import narwhals as nw
+from narwhals.typing import IntoFrame
+
+TRACE = ("run_id", "rank")
+# What a span or step may have been counted or not: beside each sum stands how many values it is of.
+SPAN_WORK = (
+    "flops", "weight_bytes", "kv_read_bytes", "kv_write_bytes", "kv_copy_bytes", "input_bytes", "output_bytes",
+    "op_count", "device_ns", "starved",
+)  # fmt: skip
+STEP_WORK = (
+    "tokens_processed", "flops", "op_count", "weight_bytes", "kv_read_bytes", "kv_write_bytes", "kv_copy_bytes",
+    "activation_bytes",
+)  # fmt: skip
+SPAN_COLUMNS = ("step", "span", "parent", "stage", "part", "start_ns", "host_ns")
+OWN = "own"
+
+Frame = nw.LazyFrame[Any]
+
+
+# -- where the time went -----------------------------------------------------------------------
+
+
+def breakdown(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+    """Time of each stage and part of each run, as `lifetrace show` has it.
+
+    Args:
+        spans: the `spans` tables of the traces.
+        steps: the `steps` tables of the same.
+        by: the columns that tell traces apart.
+
+    Returns:
+        The columns `by`, `phase`, `stage`, `part` (null on a stage's own row), `count` of spans, `time_ns` of one call
+        (the mean over the traced calls; where spans of some steps alone were recorded, those stand for the others)
+        and `share` of its phase.
+    """
+    stages = step_stages(spans, by)
+    facts = recorded_steps(stages, steps, by), steps_per_call(steps, by)
+    times = stage_times(stage_sums(stages, steps, by), *facts, by)
+    part = nw.when(nw.col("part") != "").then(nw.col("part")).alias("part")
+    return times.select(*by, "phase", "stage", part, "count", "time_ns", "share")
+
+
+def step_stages(spans: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
+    """Sums of each stage in each step, and of each part right inside a stage.
+
+    Returns:
+        The columns `by`, `step`, `stage`, `part` (empty on a stage's own row), `count` of spans, `first_ns` where the
+        first of them starts, `start_ns` (sum), `host_ns` (sum), and for each column of `work` its sum and, as `…_known`,
+        of how many spans. The spans of whole steps give the same rows whatever others are beside them.
+    """
+    rows = _placed(spans, (*SPAN_COLUMNS, *work), by)
+    keys = [*by, "step", "stage", "part"]
+    sums = rows.group_by(keys).agg(
+        nw.len().alias("count"), nw.col("start_ns").min().alias("first_ns"), nw.col("start_ns").sum(),
+        nw.col("host_ns").sum(), *_sums_of_known(work),
+    )  # fmt: skip
+    return sums.filter(*_is_placed())
+
+
+def stage_sums(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
+    """Sums of `step_stages` over the steps that statistics count.
+
+    Returns:
+        The columns `by`, `phase`, `stage`, `part` (empty on a stage's own row), `count`, `host_ns`, `offset_ns` (the sum
+        of where each span began in its step), and each column of `work` with its `…_known`.
+    """
+    mine = _of_counted(stages, steps, by)
+    first = mine.group_by([*by, "step"]).agg(nw.col("first_ns").min().alias("step_ns"))
+    placed = mine.join(first, on=[*by, "step"], how="inner").with_columns(
+        (nw.col("start_ns") - nw.col("count") * nw.col("step_ns")).alias("offset_ns")
+    )
+    names = ("count", "host_ns", "offset_ns", *_and_known(work))
+    return placed.group_by([*by, "phase", "stage", "part"]).agg(*(nw.col(name).sum() for name in names))
+
+
+def recorded_steps(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+    """How many of the steps that statistics count have spans: the columns `by`, `phase`, `recorded`."""
+    mine = _of_counted(stages, steps, by).group_by([*by, "phase", "step"]).agg(nw.len().alias("rows"))
+    return mine.group_by([*by, "phase"]).agg(nw.len().alias("recorded"))
+
+
+def stage_times(sums: IntoFrame, recorded: IntoFrame, per_call: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+    """Times of one call from sums over all: what `breakdown` returns, with `order`, the mean start within a step in ns.
+
+    Args:
+        sums: of `stage_sums`.
+        recorded: of `recorded_steps`, which the sums are of.
+        per_call: of `steps_per_call`.
+        by: the columns that tell traces apart.
+
+    A layer that has parts gets a row `own` for what it does outside of them; `part` is empty on a stage's own row.
+    """
+    rows = nw.from_native(sums).lazy().select(*by, "phase", "stage", "part", "count", "host_ns", "offset_ns")
+    rows = nw.concat([rows, _own(rows, by)])
+    whole = rows.filter(nw.col("part") == "").group_by([*by, "phase"]).agg(nw.col("host_ns").sum().alias("phase_ns"))
+    facts = whole.join(nw.from_native(recorded).lazy(), on=[*by, "phase"], how="inner")
+    facts = facts.join(nw.from_native(per_call).lazy(), on=[*by, "phase"], how="inner")
+    a_call = nw.col("host_ns") * (nw.col("steps_per_call") / nw.col("recorded"))
+    share = nw.when(nw.col("phase_ns") > 0).then(nw.col("host_ns") / nw.col("phase_ns")).otherwise(0.0)
+    return rows.join(facts, on=[*by, "phase"], how="inner").with_columns(
+        a_call.alias("time_ns"), share.alias("share"), (nw.col("offset_ns") / nw.col("count")).alias("order")
+    )
+
+
+def _own(rows: Frame, by: Sequence[str]) -> Frame:
+    """A layer's time less that of its parts, where it has any."""
+    layers = rows.filter(nw.col("stage") == "layer")
+    inside = layers.filter(nw.col("part") != "").group_by([*by, "phase"]).agg(nw.col("host_ns").sum().alias("inside_ns"))
+    whole = layers.filter(nw.col("part") == "").join(inside, on=[*by, "phase"], how="inner")
+    own = (nw.col("host_ns") - nw.col("inside_ns")).alias("host_ns")
+    names = (*by, "phase", "stage", "count", "offset_ns")
+    found = whole.select(*names, own).with_columns(nw.lit(OWN).alias("part"))
+    return found.select(*by, "phase", "stage", "part", "count", "host_ns", "offset_ns")
+
+
+# -- steps -------------------------------------------------------------------------------------
+
+
+def counted_steps(steps: IntoFrame, by: Sequence[str] = TRACE, columns: Sequence[str] = ()) -> Frame:
+    """The steps that statistics count: at the top level, not cold, their result used.
+
+    Returns:
+        The columns `by`, `step`, `call`, `phase` and those that were named.
+    """
+    cold = nw.col("warmup").fill_null(False)
+    return _kept_steps(steps, by, ("warmup", *columns)).filter(~cold).select(*by, "step", "call", "phase", *columns)
+
+
+def steps_per_call(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+    """Top-level steps of each phase in a call that has that phase, on average: `by`, `phase`, `steps_per_call`.
+
+    Cold ones are steps too.
+    """
+    calls = _kept_steps(steps, by, ()).group_by([*by, "phase", "call"]).agg(nw.len().alias("steps"))
+    found = calls.group_by([*by, "phase"]).agg(nw.col("steps").sum(), nw.len().alias("calls"))
+    return found.select(*by, "phase", (nw.col("steps") / nw.col("calls")).alias("steps_per_call"))
+
+
+def phase_totals(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+    """Totals of prefill and of decode over the steps that statistics count.
+
+    Returns:
+        The columns `by`, `phase`, `steps`, `calls`, `wall_ns` (sum), `kv_bytes` held after the steps (sum),
+        `kv_bytes_beside` (of those whose weights are known), and each column of `STEP_WORK` with its `…_known`.
+    """
+    names = ("wall_ns", "kv_bytes", *STEP_WORK)
+    rows = counted_steps(steps, by, names)
+    beside = nw.when(~nw.col("weight_bytes").is_null()).then(nw.col("kv_bytes"))
+    totals = rows.with_columns(beside.alias("kv_bytes_beside")).group_by([*by, "phase"]).agg(
+        nw.len().alias("steps"), nw.col("wall_ns").sum(), nw.col("kv_bytes").sum(), nw.col("kv_bytes_beside").sum(),
+        *_sums_of_known(STEP_WORK),
+    )  # fmt: skip
+    calls = rows.group_by([*by, "phase", "call"]).agg(nw.len().alias("steps"))
+    calls = calls.group_by([*by, "phase"]).agg(nw.len().alias("calls"))
+    return totals.join(calls, on=[*by, "phase"], how="inner")
+
+
+# -- what compare looks at ---------------------------------------------------------------------
+
+
+def places(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+    """Time in each place of the model over some steps: a layer's part, and each stage as a whole.
+
+    Args:
+        spans: the `spans` tables.
+        steps: the steps to add up, with the columns `by`, `step`, `phase`.
+        by: the columns that tell traces apart.
+
+    Returns:
+        The columns `by`, `phase`, `stage`, `layer` (-1 outside of layers), `part` (empty on a stage's own row) and
+        `host_ns`. Rows of some spans and of others may be added.
+    """
+    rows = _placed(spans, ("step", "span", "parent", "stage", "layer", "part", "host_ns"), by)
+    chosen = nw.from_native(steps).lazy().select(*by, "step", "phase")
+    rows = rows.with_columns(nw.col("layer").fill_null(-1)).filter(*_is_placed())
+    mine = rows.join(chosen, on=[*by, "step"], how="inner")
+    return mine.group_by([*by, "phase", "stage", "layer", "part"]).agg(nw.col("host_ns").sum())
+
+
+# -- common ------------------------------------------------------------------------------------
+
+
+def _read(native: IntoFrame, columns: Iterable[str], by: Sequence[str]) -> Frame:
+    """Some columns of a table, words as texts and flags as numbers, the keys never null."""
+    keys: dict[str, nw.Expr] = {
+        "run_id": nw.col("run_id").cast(nw.String).fill_null(""), "rank": nw.col("rank").fill_null(0)
+    }  # fmt: skip
+    words = dict.fromkeys(("stage", "part", "phase"), nw.String) | {"starved": nw.Int64}
+    frame = nw.from_native(native).lazy()
+    return frame.select(
+        *(keys[name] for name in by),
+        *(nw.col(name).cast(words[name]) if name in words else nw.col(name) for name in columns),
+    )
+
+
+def _kept_steps(steps: IntoFrame, by: Sequence[str], columns: Sequence[str]) -> Frame:
+    rows = _read(steps, dict.fromkeys(("step", "call", "phase", "parent_step", "discarded", *columns)), by)
+    return rows.filter(nw.col("parent_step").is_null(), ~nw.col("discarded").fill_null(False))
+
+
+def _of_counted(stages: IntoFrame, steps: IntoFrame, by: Sequence[str]) -> Frame:
+    counted = counted_steps(steps, by).select(*by, "step", "phase")
+    return nw.from_native(stages).lazy().join(counted, on=[*by, "step"], how="inner")
+
+
+def _placed(spans: IntoFrame, columns: Sequence[str], by: Sequence[str]) -> Frame:
+    """Spans whose `part` is empty at the top of a step, their own right inside a stage, and null deeper down."""
+    rows, is_top = _read(spans, columns, by), nw.col("parent").is_null()
+    top = rows.select(*by, "span", "parent").filter(is_top)
+    if not by and isinstance(nw.from_native(spans), nw.DataFrame):
+        # in memory and of one trace: looking up numbers takes a tenth of a join
+        inside = nw.col("parent").is_in(top.select("span").collect()["span"])
+    else:
+        known = top.select(*by, nw.col("span").alias("parent"), nw.lit(True).alias("inside"))
+        rows = rows.join(known, on=[*by, "parent"], how="left")
+        inside = nw.col("inside").fill_null(False)
+    return rows.with_columns(nw.when(is_top).then(nw.lit("")).when(inside).then(nw.col("part")).alias("part"))
+
+
+def _is_placed() -> tuple[nw.Expr, nw.Expr]:
+    """Of a step, and at one of its places; asked of sums, which are fewer than spans."""
+    return ~nw.col("step").is_null(), ~nw.col("part").is_null()
+
+
+def _sums_of_known(columns: Sequence[str]) -> Iterable[nw.Expr]:
+    for name in columns:
+        yield nw.col(name).sum()
+        yield nw.col(name).count().alias(f"{name}_known")
+
+
+def _and_known(columns: Sequence[str]) -> list[str]:
+    return [each for name in columns for each in (name, f"{name}_known")]

@@ -1,0 +1,99 @@
+"""The queries on one trace, which read its spans file by file: they are never in memory all at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import narwhals as nw
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from . import queries
+from .trace import Trace
+
+SPAN_COLUMNS = (*queries.SPAN_COLUMNS, *queries.SPAN_WORK)
+
+
+def ranks_apart(trace: Trace) -> tuple[str, ...]:
+    """The columns that tell the rows of this trace apart: the rank, where there are several."""
+    return ("rank",) if pc.count_distinct(trace.table("steps")["rank"]).as_py() > 1 else ()
+
+
+def step_stages(trace: Trace) -> pa.Table:
+    """Sums of each stage and part in each step, as `queries.step_stages` has them, `rank` first."""
+    return trace.once("step_stages", lambda: _step_stages(trace))
+
+
+def _step_stages(trace: Trace) -> pa.Table:
+    by = ranks_apart(trace)
+    columns = (*by, *SPAN_COLUMNS)
+
+    def sums(spans: pa.Table) -> pa.Table:
+        return queries.step_stages(spans, by, queries.SPAN_WORK).collect("pyarrow").to_native()
+
+    parts = trace.scan("spans", columns, sums)
+    if not parts or _share_steps(parts, by):
+        return sums(trace.table("spans", columns))
+    return pa.concat_tables(parts).combine_chunks()
+
+
+def _share_steps(parts: list[pa.Table], by: tuple[str, ...]) -> bool:
+    """Whether a step lies in several files, which no writer does: then a span may not be in the file of its parent."""
+    keys = [*by, "step"]
+    distinct = [part.select(keys).group_by(keys).aggregate([]) for part in parts]
+    return len(pa.concat_tables(distinct).group_by(keys).aggregate([])) < sum(map(len, distinct))
+
+
+def is_starvation_known(trace: Trace) -> bool:
+    """Whether the device was asked if it had run out of work: a column that costs nothing to read where it was not."""
+    return any(trace.scan("spans", ["starved"], lambda spans: spans["starved"].null_count < len(spans)))
+
+
+def recorded_steps(trace: Trace) -> int:
+    """How many steps have spans."""
+    return pc.count_distinct(step_stages(trace)["step"]).as_py()
+
+
+def stage_sums(trace: Trace) -> pa.Table:
+    """Rows of `queries.stage_sums`; of several ranks the sums."""
+    return trace.once("stage_sums", lambda: _stage_sums(trace))
+
+
+def _stage_sums(trace: Trace) -> pa.Table:
+    by = ranks_apart(trace)
+    rows = queries.stage_sums(step_stages(trace), trace.table("steps"), by, queries.SPAN_WORK)
+    return _over_ranks(rows, by, ["phase", "stage", "part"], nw.Expr.sum)
+
+
+def stage_times(trace: Trace) -> list[dict[str, Any]]:
+    """Rows of `queries.stage_times`; of several ranks the mean."""
+    by, steps = ranks_apart(trace), trace.table("steps")
+    recorded = _over_ranks(queries.recorded_steps(step_stages(trace), steps, by), by, ["phase"], nw.Expr.sum)
+    found = queries.stage_times(stage_sums(trace), recorded, _steps_per_call(trace), ())
+    return found.collect("pyarrow").to_native().to_pylist()
+
+
+def steps_per_call(trace: Trace) -> dict[str, float]:
+    """Top-level steps of each phase in a call that has that phase, on average; cold ones are steps too."""
+    return {row["phase"]: row["steps_per_call"] for row in _steps_per_call(trace).to_pylist()}
+
+
+def _steps_per_call(trace: Trace) -> pa.Table:
+    by = ranks_apart(trace)
+    return _over_ranks(queries.steps_per_call(trace.table("steps"), by), by, ["phase"], nw.Expr.mean)
+
+
+def phase_totals(trace: Trace) -> dict[str, dict[str, Any]]:
+    """Rows of `queries.phase_totals` by phase; of several ranks the sums."""
+    by = ranks_apart(trace)
+    rows = _over_ranks(queries.phase_totals(trace.table("steps"), by), by, ["phase"], nw.Expr.sum)
+    return {row["phase"]: row for row in rows.to_pylist()}
+
+
+def _over_ranks(
+    rows: queries.Frame, by: tuple[str, ...], keys: list[str], combine: Callable[[nw.Expr], nw.Expr]
+) -> pa.Table:
+    """The rows in memory, those of several ranks as one."""
+    if by:
+        names = [name for name in rows.collect_schema().names() if name not in (*by, *keys)]
+        rows = rows.group_by(keys).agg(*(combine(nw.col(name)) for name in names))
+    return rows.collect("pyarrow").to_native()
