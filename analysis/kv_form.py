@@ -37,7 +37,7 @@ def kv_form(trace: Trace) -> KVForm | None:
     """
     config = (trace.meta.get("model") or {}).get("config") or {}
     config = config.get("text_config") or config
-    cache = trace.table("kv").select(["layer", "kind", "dtype"])
+    cache = trace.table("kv", ["layer", "kind", "dtype"])
     kinds, dtypes = set(cache["kind"].unique().to_pylist()), cache["dtype"].unique().to_pylist()
     heads, width = _whole(config, "num_key_value_heads"), _head_width(config)
     layers = len(cache["layer"].unique())

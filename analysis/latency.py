@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from .trace import Trace
@@ -145,15 +146,18 @@ def _first_token(trace: Trace, calls: list[dict[str, Any]], steps: list[dict[str
 
 def _tokenize_ns(trace: Trace, start_ns: int, end_ns: int) -> int:
     """Time of the tokenize spans that began within a request, before its first token."""
-    spans = trace.table("spans").select(["stage", "start_ns", "host_ns"])
-    rows = spans.filter(pc.equal(spans["stage"].cast("string"), "tokenize")).to_pylist()
+    def tokenize(spans: pa.Table) -> pa.Table:
+        return spans.filter(pc.equal(spans["stage"].cast(pa.string()), "tokenize"))
+
+    found = trace.scan("spans", ["stage", "start_ns", "host_ns"], tokenize)
+    rows = [row for part in found for row in part.to_pylist()]
     return sum(row["host_ns"] for row in rows if start_ns <= row["start_ns"] < end_ns)
 
 
 def _gaps(trace: Trace, calls: set[int], cold: set[int]) -> list[int]:
     """Times between consecutive tokens of the longest sequence of each call, those that cold steps ended left out."""
     arrivals: dict[tuple[int, int], list[tuple[int, bool]]] = {}
-    tokens = trace.table("tokens").select(["call", "sequence", "kept", "step", "arrival_ns"])
+    tokens = trace.table("tokens", ["call", "sequence", "kept", "step", "arrival_ns"])
     for call, sequence, kept, step, arrival in zip(*(column.to_pylist() for column in tokens.columns), strict=True):
         if call in calls and kept and arrival is not None:
             arrivals.setdefault((call, sequence), []).append((arrival, step in cold))
@@ -170,6 +174,10 @@ def _gaps(trace: Trace, calls: set[int], cold: set[int]) -> list[int]:
 
 
 def _top_steps(trace: Trace) -> list[dict[str, Any]]:
+    return trace.once("top_steps", lambda: _read_top_steps(trace))
+
+
+def _read_top_steps(trace: Trace) -> list[dict[str, Any]]:
     names = ["step", "call", "phase", "parent_step", "warmup", "wall_ns", "prepare_ns", "forward_ns", "sample_ns"]
     return [row for row in trace.table("steps").select(names).to_pylist() if row["parent_step"] is None]
 

@@ -155,7 +155,7 @@ def _fullest_cache(trace: Trace) -> dict[str, Any]:
 
 def _kv_kinds(trace: Trace) -> str | None:
     """The kinds of the cache's layers, such as `full` or `full, sliding`; null where no cache was seen."""
-    kinds = pc.unique(trace.table("kv")["kind"].cast(pa.string())).to_pylist()
+    kinds = pc.unique(trace.table("kv", ["kind"])["kind"].cast(pa.string())).to_pylist()
     return ", ".join(sorted(kind for kind in kinds if kind is not None)) or None
 
 

@@ -80,7 +80,10 @@ class Trace:
         if name not in self._files:
             table = schema.TABLES[name]
             files = table_file.files_of(self.path, table)
-            self._files[name] = table_file.TableFiles(_uncovered(files) if table.in_parts else files, table, self._version)
+            if table.in_parts:
+                files = _uncovered(files)
+            size = table_file.disk_bytes(self.path)
+            self._files[name] = table_file.TableFiles(files, table, self._version, size)
         return self._files[name]
 
     @cached_property
