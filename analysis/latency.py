@@ -6,9 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
+from .stage_sums import loose_spans
 from .trace import Trace
 
 
@@ -52,8 +50,13 @@ class Latency:
     decode_tokens_per_s: float | None
 
 
-def latency(trace: Trace) -> Latency:
-    """Compute the latency of a trace over its calls of `generate` that gave tokens."""
+def latency(trace: Trace, split: bool = True) -> Latency:
+    """Compute the latency of a trace over its calls of `generate` that gave tokens.
+
+    Args:
+        trace: the trace.
+        split: also where the time to the first token went, which takes reading the spans.
+    """
     calls = top_calls(trace)
     steps = _top_steps(trace)
     gaps = sorted(_gaps(trace, {call["call"] for call in calls}, {row["step"] for row in steps if row["warmup"]}))
@@ -65,7 +68,7 @@ def latency(trace: Trace) -> Latency:
         new_tokens=sum(calls[0]["new_tokens"]) if calls else None,
         sequences=calls[0]["sequences"] if calls else None,
         ttft_ns=_median([ttft_ns(call) for call in warm]),
-        first_token=_first_token(trace, warm, steps),
+        first_token=_first_token(trace, warm, steps) if split else None,
         tpot_ns=_median([value for call in calls if (value := tpot_ns(call)) is not None]),
         itl_p50_ns=percentile(gaps, 0.50),
         itl_p90_ns=percentile(gaps, 0.90),
@@ -146,11 +149,7 @@ def _first_token(trace: Trace, calls: list[dict[str, Any]], steps: list[dict[str
 
 def _tokenize_ns(trace: Trace, start_ns: int, end_ns: int) -> int:
     """Time of the tokenize spans that began within a request, before its first token."""
-    def tokenize(spans: pa.Table) -> pa.Table:
-        return spans.filter(pc.equal(spans["stage"].cast(pa.string()), "tokenize"))
-
-    found = trace.scan("spans", ["stage", "start_ns", "host_ns"], tokenize)
-    rows = [row for part in found for row in part.to_pylist()]
+    rows = [row for row in loose_spans(trace).to_pylist() if row["stage"] == "tokenize"]
     return sum(row["host_ns"] for row in rows if start_ns <= row["start_ns"] < end_ns)
 
 

@@ -56,16 +56,15 @@ def step_stages(spans: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str]
     """Sums of each stage in each step, and of each part right inside a stage.
 
     Returns:
-        The columns `by`, `step`, `stage`, `part` (empty on a stage's own row), `count` of spans, `first_ns` where the
-        first of them starts, `start_ns` (sum), `host_ns` (sum), and for each column of `work` its sum and, as `…_known`,
+        The columns `by`, `step`, `stage`, `part` (empty on a stage's own row), `count` of spans, `start_ns` (sum), `host_ns`
+        (sum), and for each column of `work` its sum and, as `…_known`,
         of how many spans. The spans of whole steps give the same rows whatever others are beside them.
     """
     rows = _placed(spans, (*SPAN_COLUMNS, *work), by)
     keys = [*by, "step", "stage", "part"]
     sums = rows.group_by(keys).agg(
-        nw.len().alias("count"), nw.col("start_ns").min().alias("first_ns"), nw.col("start_ns").sum(),
-        nw.col("host_ns").sum(), *_sums_of_known(work),
-    )  # fmt: skip
+        nw.len().alias("count"), nw.col("start_ns").sum(), nw.col("host_ns").sum(), *_sums_of_known(work)
+    )
     return sums.filter(*_is_placed())
 
 
@@ -76,10 +75,9 @@ def stage_sums(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE, w
         The columns `by`, `phase`, `stage`, `part` (empty on a stage's own row), `count`, `host_ns`, `offset_ns` (the sum
         of where each span began in its step), and each column of `work` with its `…_known`.
     """
-    mine = _of_counted(stages, steps, by)
-    first = mine.group_by([*by, "step"]).agg(nw.col("first_ns").min().alias("step_ns"))
-    placed = mine.join(first, on=[*by, "step"], how="inner").with_columns(
-        (nw.col("start_ns") - nw.col("count") * nw.col("step_ns")).alias("offset_ns")
+    began = nw.col("step_ns").fill_null(0)  # the order stays where it is not known
+    placed = _of_counted(stages, steps, by).with_columns(
+        (nw.col("start_ns") - nw.col("count") * began).alias("offset_ns")
     )
     names = ("count", "host_ns", "offset_ns", *_and_known(work))
     return placed.group_by([*by, "phase", "stage", "part"]).agg(*(nw.col(name).sum() for name in names))
@@ -211,7 +209,8 @@ def _kept_steps(steps: IntoFrame, by: Sequence[str], columns: Sequence[str]) -> 
 
 
 def _of_counted(stages: IntoFrame, steps: IntoFrame, by: Sequence[str]) -> Frame:
-    counted = counted_steps(steps, by).select(*by, "step", "phase")
+    counted = counted_steps(steps, by, ["start_ns"])
+    counted = counted.select(*by, "step", "phase", nw.col("start_ns").alias("step_ns"))
     return nw.from_native(stages).lazy().join(counted, on=[*by, "step"], how="inner")
 
 

@@ -96,7 +96,7 @@ def run_of(trace: Trace) -> Run:
     Raises:
         TraceError: a table of it cannot be read.
     """
-    meta, numbers = trace.meta, latency(trace)
+    meta, numbers = trace.meta, latency(trace, split=False)
     model, device, overhead = (meta.get(key) or {} for key in ("model", "device", "overhead"))
     calls = [call for call in meta.get("calls") or [] if call.get("parent_step") is None]
     ceilings, _ = of_manifest(meta)

@@ -1,6 +1,7 @@
 """The queries on one trace, which read its spans file by file: they are never in memory all at once."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import narwhals as nw
@@ -18,22 +19,43 @@ def ranks_apart(trace: Trace) -> tuple[str, ...]:
     return ("rank",) if pc.count_distinct(trace.table("steps")["rank"]).as_py() > 1 else ()
 
 
+@dataclass(frozen=True)
+class Scanned:
+    """All that is kept of the spans: rows of `queries.step_stages`, and the spans of no step with stage and times."""
+
+    stages: pa.Table
+    loose: pa.Table
+
+
 def step_stages(trace: Trace) -> pa.Table:
-    """Sums of each stage and part in each step, as `queries.step_stages` has them, `rank` first."""
-    return trace.once("step_stages", lambda: _step_stages(trace))
+    """Sums of each stage and part in each step, as `queries.step_stages` has them, `rank` first where there are several."""
+    return _scanned(trace).stages
 
 
-def _step_stages(trace: Trace) -> pa.Table:
+def loose_spans(trace: Trace) -> pa.Table:
+    """The spans of no step, which are few: `stage`, `start_ns`, `host_ns`."""
+    return _scanned(trace).loose
+
+
+def _scanned(trace: Trace) -> Scanned:
+    return trace.once("scanned", lambda: _scan(trace))
+
+
+def _scan(trace: Trace) -> Scanned:
     by = ranks_apart(trace)
     columns = (*by, *SPAN_COLUMNS)
 
-    def sums(spans: pa.Table) -> pa.Table:
-        return queries.step_stages(spans, by, queries.SPAN_WORK).collect("pyarrow").to_native()
+    def look(spans: pa.Table) -> Scanned:
+        sums = queries.step_stages(spans, by, queries.SPAN_WORK).collect("pyarrow").to_native()
+        loose = spans.select(["stage", "start_ns", "host_ns"]).filter(pc.is_null(spans["step"]))
+        return Scanned(sums, loose.set_column(0, "stage", loose["stage"].cast(pa.string())))
 
-    parts = trace.scan("spans", columns, sums)
-    if not parts or _share_steps(parts, by):
-        return sums(trace.table("spans", columns))
-    return pa.concat_tables(parts).combine_chunks()
+    parts = trace.scan("spans", columns, look)
+    if not parts or _share_steps([part.stages for part in parts], by):
+        return look(trace.table("spans", columns))
+    return Scanned(
+        pa.concat_tables([part.stages for part in parts]), pa.concat_tables([part.loose for part in parts])
+    )
 
 
 def _share_steps(parts: list[pa.Table], by: tuple[str, ...]) -> bool:
@@ -45,7 +67,9 @@ def _share_steps(parts: list[pa.Table], by: tuple[str, ...]) -> bool:
 
 def is_starvation_known(trace: Trace) -> bool:
     """Whether the device was asked if it had run out of work: a column that costs nothing to read where it was not."""
-    return any(trace.scan("spans", ["starved"], lambda spans: spans["starved"].null_count < len(spans)))
+    return trace.once(
+        "starved", lambda: any(trace.scan("spans", ["starved"], lambda spans: spans["starved"].null_count < len(spans)))
+    )
 
 
 def recorded_steps(trace: Trace) -> int:

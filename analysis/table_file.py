@@ -36,6 +36,7 @@ MAX_TEXT_BYTES = 2**20
 MAX_THREADS = 8  # each holds the columns of one file
 
 T = TypeVar("T")
+KeyRange = tuple[int, int, int]
 
 
 def files_of(folder: Path, table: schema.Table) -> list[Path]:
@@ -96,7 +97,7 @@ class TableFiles:
             TraceError: a file is damaged, is none of this table, has changed since it was first looked at, or would
                 take more memory than it may.
         """
-        self._check_keys()
+        self.scan([], lambda rows: None)
         return self._read(columns)
 
     def scan(self, columns: list[str], work: Callable[[pa.Table], T]) -> list[T]:
@@ -105,15 +106,20 @@ class TableFiles:
         Raises:
             TraceError: as `read` does.
         """
-        self._check_keys()
+        key = None if self._is_checked else schema.UNIQUE.get(self.table.name)
+        wanted = list(dict.fromkeys([*columns, *(["rank", key] if key else [])]))
 
-        def one(number: int) -> T:
+        def one(number: int) -> tuple[KeyRange | None, T]:
             file, room = self.files[number], ROOM_BYTES + EXPANSION * self._sizes[number]
-            if self._decoded_bytes(number, columns) > room:
+            if self._decoded_bytes(number, wanted) > room:
                 raise _too_large(file, room)
-            return work(self._file(number, columns, room))
+            rows = self._file(number, wanted, room)
+            return _key_range(rows, key) if key else None, work(rows.select(columns))
 
-        return self._each(one)
+        found = self._each(one)
+        if key is not None:
+            self._check_keys([keys for keys, _ in found])
+        return [result for _, result in found]
 
     def _read(self, columns: list[str]) -> list[pa.Table]:
         for number, file in enumerate(self.files):
@@ -142,18 +148,11 @@ class TableFiles:
             raise TraceError(f"{file} was rewritten while the trace was read: its run has just ended. Read it again.")
         return _read(file, self.table, columns, self._version, room)
 
-    def _check_keys(self) -> None:
+    def _check_keys(self, ranges: Sequence[KeyRange | None]) -> None:
         """Raise TraceError where rows that have to be told apart are not: tables are joined by these columns."""
-        key = schema.UNIQUE.get(self.table.name)
-        if self._is_checked or key is None or not self.files:
-            return
-        columns, room = ["rank", key], self._room
-        for number, file in enumerate(self.files):
-            if self._decoded_bytes(number, columns) > room:
-                raise _too_large(file, room)
-        ranges = self._each(lambda number: _key_range(self._file(number, columns, room), key))
         if not _are_apart(ranges):
-            _check_unique(self.files[0].parent, key, pa.concat_tables(self._read(columns)))
+            key = schema.UNIQUE[self.table.name]
+            _check_unique(self.files[0].parent, key, pa.concat_tables(self._read(["rank", key])))
         self._is_checked = True
 
 
@@ -295,7 +294,7 @@ def _check_text(file: Path, name: str, values: pa.ChunkedArray) -> None:
             raise TraceError(f"{file} is damaged: a text in {name} is longer than {MAX_TEXT_BYTES} bytes.")
 
 
-def _key_range(rows: pa.Table, key: str) -> tuple[int, int, int] | None:
+def _key_range(rows: pa.Table, key: str) -> KeyRange | None:
     """The one rank of a file with its lowest and highest key, where all of its keys differ."""
     if not len(rows):
         return None
@@ -305,7 +304,7 @@ def _key_range(rows: pa.Table, key: str) -> tuple[int, int, int] | None:
     return ranks["min"], int(keys[0]), int(keys[-1])
 
 
-def _are_apart(ranges: Sequence[tuple[int, int, int] | None]) -> bool:
+def _are_apart(ranges: Sequence[KeyRange | None]) -> bool:
     """Whether no key can be in two files: those that one writer wrote follow each other."""
     known = sorted(found for found in ranges if found is not None)
     return len(known) == len(ranges) and len({rank for rank, *_ in known}) <= MAX_RANKS and all(

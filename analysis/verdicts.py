@@ -117,8 +117,8 @@ class Verdicts:
 def judge(trace: Trace) -> Verdicts:
     """Judge a trace by the ceilings stored in it, else by the datasheet of its device."""
     ceilings, note = ceilings_module.of_manifest(trace.meta)
-    phases = phase_verdicts(trace, ceilings)
     stages = rooflines(trace, ceilings)
+    phases = phase_verdicts(trace, ceilings)
     return Verdicts(
         ceilings_source=ceilings.source if ceilings else None,
         statements=[statement(phase, ceilings) for phase in phases],
