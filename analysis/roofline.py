@@ -10,7 +10,7 @@ read, KV read and written, inputs and outputs. What a cache class copies besides
 roof. A missing count or ceiling is null and makes the bound `unknown`, never a guess.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -299,10 +299,13 @@ def rooflines(trace: Trace, ceilings: Ceilings | None) -> list[StageVerdict]:
     return [_stage_verdict(row, works, facts[row.phase], ceilings) for row in breakdown(trace)]
 
 
-def step_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[StepVerdict]:
-    """Judge each top-level step that statistics count, by its wall time."""
-    dtype = model_dtype(trace)
-    return [_step_verdict(trace, step, dtype, ceilings) for step in counted_steps(trace)]
+def step_verdicts(
+    trace: Trace, ceilings: Ceilings | None, only: Collection[int] | None = None
+) -> list[StepVerdict]:
+    """Judge each top-level step that statistics count, by its wall time; or some of them alone."""
+    dtype, steps = model_dtype(trace), counted_steps(trace)
+    chosen = steps if only is None else [step for step in steps if step["step"] in only]
+    return [_step_verdict(trace, step, dtype, ceilings) for step in chosen]
 
 
 def phase_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[PhaseVerdict]:
