@@ -117,6 +117,10 @@ def first_rank(table: pa.Table) -> pa.Table:
 
 def step_rows(trace: Trace) -> pa.Table:
     """Top-level steps in the order in which they ran; cold ones are among them, though no statistics count them."""
+    return trace.once("step_rows", lambda: _step_rows(trace))
+
+
+def _step_rows(trace: Trace) -> pa.Table:
     steps = first_rank(trace.table("steps")).sort_by("step")
     return steps.filter(steps["parent_step"].is_null())
 
@@ -149,13 +153,19 @@ def span_blocks(spans: pa.Table, step_ids: Array) -> SpanBlocks:
 
 def step_times(trace: Trace) -> StepTimes:
     """Split the time of every top-level step among the blocks that own it."""
+    return trace.once("step_times", lambda: _step_times(trace))
+
+
+def _step_times(trace: Trace) -> StepTimes:
     steps = step_rows(trace)
     step_ids = steps["step"].to_numpy()
     stages = _first_rank_stages(trace, step_ids)
-    index, names = np.searchsorted(step_ids, stages["step"].to_numpy()), _stage_names(stages)
-    blocks = ordered_blocks({str(name) for name in np.unique(names) if name} | {"prepare", FORWARD, "sample", BETWEEN})
+    index = np.searchsorted(step_ids, stages["step"].to_numpy())
+    key, names = _stage_keys(stages)
+    blocks = ordered_blocks({name for name in names if name} | {"prepare", FORWARD, "sample", BETWEEN})
     place = {item.key: i for i, item in enumerate(blocks)} | {"": -1}
-    time_ns = _own_times(stages, index, np.array([place[str(name)] for name in names], dtype=np.int64), place, len(steps))
+    block = np.array([place[name] for name in names] or [-1], dtype=np.int64)[key]
+    time_ns = _own_times(stages, index, block, place, len(steps))
     has_spans = np.isin(np.arange(len(steps)), index)
     for key, name in (("prepare", "prepare_ns"), (FORWARD, "forward_ns"), ("sample", "sample_ns")):
         time_ns[~has_spans, place[key]] = np.nan_to_num(numbers(steps, name))[~has_spans]
@@ -184,16 +194,19 @@ def _first_rank_stages(trace: Trace, step_ids: Array) -> pa.Table:
     return stages.filter(pc.is_in(stages["step"], value_set=pa.array(step_ids)))
 
 
-def _stage_names(stages: pa.Table) -> Array:
-    """The block of each row of sums; empty where the stage around it owns the time."""
-    stage, part = (stages[name].to_numpy().astype(object) for name in ("stage", "part"))
-    return np.where(part == "", stage, np.where(stage == "layer", part, ""))
+def _stage_keys(stages: pa.Table) -> tuple[Array, list[str]]:
+    """A code of the block of each row of sums, and the blocks' keys; empty where the stage around it owns the time."""
+    (stage, stage_words), (part, part_words) = codes(stages, "stage"), codes(stages, "part")
+    names = [
+        (whole if not part else part if whole == "layer" else "") for whole in stage_words for part in part_words
+    ]
+    return stage * len(part_words) + part, names
 
 
 def _own_times(stages: pa.Table, index: Array, block: Array, place: dict[str, int], count: int) -> Array:
     """Time of each block in each of so many steps; a layer's is less that of its parts."""
     time_ns = np.zeros((count, len(place) - 1))
-    host, is_part = numbers(stages, "host_ns"), stages["part"].to_numpy().astype(object) != ""
+    host, is_part = numbers(stages, "host_ns"), pc.not_equal(stages["part"], "").to_numpy()
     owned = block >= 0
     np.add.at(time_ns, (index[owned], block[owned]), host[owned])
     if "layer" in place:

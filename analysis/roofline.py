@@ -294,7 +294,7 @@ def kernel_time_ns(work: Work, ceilings: Ceilings, dtype: str, working_set_bytes
 
 def rooflines(trace: Trace, ceilings: Ceilings | None) -> list[StageVerdict]:
     """Judge each row of `breakdown`: every stage of both phases, and below it its parts."""
-    works = _stage_works(trace)
+    works = trace.once("stage_works", lambda: _stage_works(trace))
     facts = {phase: _PhaseFacts.of(trace, phase) for phase in PHASES}
     return [_stage_verdict(row, works, facts[row.phase], ceilings) for row in breakdown(trace)]
 
