@@ -168,6 +168,22 @@ def phase_totals(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
 # -- what compare looks at ---------------------------------------------------------------------
 
 
+def call_stages(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+    """Time of each stage and part in each of some steps.
+
+    Args:
+        stages: of `step_stages`.
+        steps: the steps that are looked at, with the columns `by`, `step`, `call`, `phase`.
+        by: the columns that tell traces apart.
+
+    Returns:
+        The columns `by`, `call`, `step`, `phase`, `stage`, `part` (empty on a stage's own row) and `host_ns`.
+    """
+    chosen = nw.from_native(steps).lazy().select(*by, "step", "call", "phase")
+    rows = nw.from_native(stages).lazy().join(chosen, on=[*by, "step"], how="inner")
+    return rows.select(*by, "call", "step", "phase", "stage", "part", "host_ns")
+
+
 def places(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
     """Time in each place of the model over some steps: a layer's part, and each stage as a whole.
 

@@ -1,7 +1,7 @@
 """The queries on one trace, which read its spans file by file: they are never in memory all at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import narwhals as nw
@@ -25,6 +25,8 @@ class Scanned:
 
     stages: pa.Table
     loose: pa.Table
+    is_split: bool = False
+    """Whether a step lies in several files, which no writer does: then a span may not be in the file of its parent."""
 
 
 def step_stages(trace: Trace) -> pa.Table:
@@ -35,6 +37,10 @@ def step_stages(trace: Trace) -> pa.Table:
 def loose_spans(trace: Trace) -> pa.Table:
     """The spans of no step, which are few: `stage`, `start_ns`, `host_ns`."""
     return _scanned(trace).loose
+
+
+def _is_split(trace: Trace) -> bool:
+    return _scanned(trace).is_split
 
 
 def _scanned(trace: Trace) -> Scanned:
@@ -52,17 +58,35 @@ def _scan(trace: Trace) -> Scanned:
 
     parts = trace.scan("spans", columns, look)
     if not parts or _share_steps([part.stages for part in parts], by):
-        return look(trace.table("spans", columns))
+        return replace(look(trace.table("spans", columns)), is_split=True)
     return Scanned(
         pa.concat_tables([part.stages for part in parts]), pa.concat_tables([part.loose for part in parts])
     )
 
 
 def _share_steps(parts: list[pa.Table], by: tuple[str, ...]) -> bool:
-    """Whether a step lies in several files, which no writer does: then a span may not be in the file of its parent."""
     keys = [*by, "step"]
     distinct = [part.select(keys).group_by(keys).aggregate([]) for part in parts]
     return len(pa.concat_tables(distinct).group_by(keys).aggregate([])) < sum(map(len, distinct))
+
+
+def places_of(trace: Trace, steps: pa.Table) -> list[dict[str, Any]]:
+    """Rows of `queries.places` over some steps of the first rank."""
+    by = ranks_apart(trace)
+    if by:
+        lowest = pc.min(trace.table("steps", ["rank"])["rank"])
+        steps = steps.append_column("rank", pa.repeat(lowest, len(steps)))
+    columns = (*by, "step", "span", "parent", "stage", "layer", "part", "host_ns")
+
+    def sums(spans: pa.Table) -> pa.Table:
+        return queries.places(spans, steps, by).collect("pyarrow").to_native()
+
+    parts = trace.scan("spans", columns, sums)
+    if not parts or _is_split(trace):
+        return sums(trace.table("spans", columns)).to_pylist()
+    keys = ["phase", "stage", "layer", "part"]
+    whole = pa.concat_tables(parts).group_by(keys, use_threads=False).aggregate([("host_ns", "sum")])
+    return whole.rename_columns([*keys, "host_ns"]).to_pylist()
 
 
 def is_starvation_known(trace: Trace) -> bool:
