@@ -65,7 +65,7 @@ def step_stages(spans: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str]
     sums = rows.group_by(keys).agg(
         nw.len().alias("count"), nw.col("start_ns").sum(), nw.col("host_ns").sum(), *_sums_of_known(work)
     )
-    return sums.filter(*_is_placed())
+    return _whole(sums.filter(*_is_placed()), keys)
 
 
 def stage_sums(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
@@ -80,7 +80,8 @@ def stage_sums(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE, w
         (nw.col("start_ns") - nw.col("count") * began).alias("offset_ns")
     )
     names = ("count", "host_ns", "offset_ns", *_and_known(work))
-    return placed.group_by([*by, "phase", "stage", "part"]).agg(*(nw.col(name).sum() for name in names))
+    keys = [*by, "phase", "stage", "part"]
+    return _whole(placed.group_by(keys).agg(*(nw.col(name).sum() for name in names)), keys)
 
 
 def recorded_steps(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
@@ -117,7 +118,7 @@ def _own(rows: Frame, by: Sequence[str]) -> Frame:
     layers = rows.filter(nw.col("stage") == "layer")
     inside = layers.filter(nw.col("part") != "").group_by([*by, "phase"]).agg(nw.col("host_ns").sum().alias("inside_ns"))
     whole = layers.filter(nw.col("part") == "").join(inside, on=[*by, "phase"], how="inner")
-    own = (nw.col("host_ns") - nw.col("inside_ns")).alias("host_ns")
+    own = (nw.col("host_ns") - nw.col("inside_ns")).cast(nw.Int64).alias("host_ns")
     names = (*by, "phase", "stage", "count", "offset_ns")
     found = whole.select(*names, own).with_columns(nw.lit(OWN).alias("part"))
     return found.select(*by, "phase", "stage", "part", "count", "host_ns", "offset_ns")
@@ -162,7 +163,7 @@ def phase_totals(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
     )  # fmt: skip
     calls = rows.group_by([*by, "phase", "call"]).agg(nw.len().alias("steps"))
     calls = calls.group_by([*by, "phase"]).agg(nw.len().alias("calls"))
-    return totals.join(calls, on=[*by, "phase"], how="inner")
+    return _whole(totals.join(calls, on=[*by, "phase"], how="inner"), [*by, "phase"])
 
 
 # -- what compare looks at ---------------------------------------------------------------------
@@ -200,7 +201,8 @@ def places(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Fra
     chosen = nw.from_native(steps).lazy().select(*by, "step", "phase")
     rows = rows.with_columns(nw.col("layer").fill_null(-1)).filter(*_is_placed())
     mine = rows.join(chosen, on=[*by, "step"], how="inner")
-    return mine.group_by([*by, "phase", "stage", "layer", "part"]).agg(nw.col("host_ns").sum())
+    keys = [*by, "phase", "stage", "layer", "part"]
+    return _whole(mine.group_by(keys).agg(nw.col("host_ns").sum()), keys)
 
 
 # -- common ------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def _read(native: IntoFrame, columns: Iterable[str], by: Sequence[str]) -> Frame
     keys: dict[str, nw.Expr] = {
         "run_id": nw.col("run_id").cast(nw.String).fill_null(""), "rank": nw.col("rank").fill_null(0)
     }  # fmt: skip
-    words = dict.fromkeys(("stage", "part", "phase"), nw.String) | {"starved": nw.Int64}
+    words = dict.fromkeys(("stage", "part", "phase"), nw.String) | {"starved": nw.Float64}
     frame = nw.from_native(native).lazy()
     return frame.select(
         *(keys[name] for name in by),
@@ -253,6 +255,12 @@ def _sums_of_known(columns: Sequence[str]) -> Iterable[nw.Expr]:
     for name in columns:
         yield nw.col(name).sum()
         yield nw.col(name).count().alias(f"{name}_known")
+
+
+def _whole(sums: Frame, keys: Sequence[str]) -> Frame:
+    """The same with sums and counts of 64 bits, 0 of nothing: engines differ in both."""
+    names = [name for name in sums.collect_schema().names() if name not in keys]
+    return sums.with_columns(*(nw.col(name).fill_null(0).cast(nw.Int64) for name in names))
 
 
 def _and_known(columns: Sequence[str]) -> list[str]:

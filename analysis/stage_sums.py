@@ -21,10 +21,11 @@ def ranks_apart(trace: Trace) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scanned:
-    """All that is kept of the spans: rows of `queries.step_stages`, and the spans of no step with stage and times."""
+    """What is kept of the spans: rows of `queries.step_stages`, the spans of no step, and the numbers of all steps."""
 
     stages: pa.Table
     loose: pa.Table
+    steps: pa.Table
     is_split: bool = False
     """Whether a step lies in several files, which no writer does: then a span may not be in the file of its parent."""
 
@@ -54,20 +55,22 @@ def _scan(trace: Trace) -> Scanned:
     def look(spans: pa.Table) -> Scanned:
         sums = queries.step_stages(spans, by, queries.SPAN_WORK).collect("pyarrow").to_native()
         loose = spans.select(["stage", "start_ns", "host_ns"]).filter(pc.is_null(spans["step"]))
-        return Scanned(sums, loose.set_column(0, "stage", loose["stage"].cast(pa.string())))
+        loose = loose.set_column(0, "stage", loose["stage"].cast(pa.string()))
+        keys = [*by, "step"]
+        return Scanned(sums, loose, spans.select(keys).group_by(keys, use_threads=False).aggregate([]))
 
     parts = trace.scan("spans", columns, look)
-    if not parts or _share_steps([part.stages for part in parts], by):
+    if not parts or _share_steps([part.steps for part in parts]):
         return replace(look(trace.table("spans", columns)), is_split=True)
-    return Scanned(
-        pa.concat_tables([part.stages for part in parts]), pa.concat_tables([part.loose for part in parts])
-    )
+    tables = ([getattr(part, name) for part in parts] for name in ("stages", "loose", "steps"))
+    return Scanned(*map(pa.concat_tables, tables))
 
 
-def _share_steps(parts: list[pa.Table], by: tuple[str, ...]) -> bool:
-    keys = [*by, "step"]
-    distinct = [part.select(keys).group_by(keys).aggregate([]) for part in parts]
-    return len(pa.concat_tables(distinct).group_by(keys).aggregate([])) < sum(map(len, distinct))
+def _share_steps(parts: list[pa.Table]) -> bool:
+    """Whether a step is in several files; those of spans that no step holds are."""
+    steps = pa.concat_tables(parts)
+    steps = steps.filter(pc.is_valid(steps["step"]))
+    return len(steps.group_by(steps.column_names, use_threads=False).aggregate([])) < len(steps)
 
 
 def places_of(trace: Trace, steps: pa.Table) -> list[dict[str, Any]]:

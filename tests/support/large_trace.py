@@ -136,7 +136,7 @@ def _template(tables: dict[str, pa.Table], call: dict[str, Any]) -> Template:
     )
 
 
-def write_large(path: Path, spans: int, sample: Path = SAMPLE, seed: int = 0) -> Written:
+def write_large(path: Path, spans: int, sample: Path = SAMPLE, run_id: str = "large", seed: int = 0) -> Written:
     """Write a trace of so many spans or a few more, in as many calls as the sample has, all of one length."""
     random, found = np.random.default_rng(seed), templates(sample)
     per_step = len(found[0].decode["spans"].first)
@@ -144,10 +144,10 @@ def write_large(path: Path, spans: int, sample: Path = SAMPLE, seed: int = 0) ->
     path.mkdir(parents=True)
     meta = json.loads((sample / "run.json").read_text())
     writer = TraceWriter(path)
-    made = _Maker(writer, random)
+    made = _Maker(writer, random, run_id)
     meta["calls"] = [made.call(template, length) for template in found]
     text = "".join(word or "" for word in found[-1].tokens["text"].to_pylist())
-    writer.manifest(meta | {"output": [text * max(1, length // 64)], "overhead": None, "command": None})
+    writer.manifest(meta | {"run_id": run_id, "output": [text * max(1, length // 64)], "overhead": None, "command": None})
     for name in ("steps", "spans", "kv", "tokens"):
         writer.complete(name, lambda rows: rows)
     for file in ("modules.parquet", "products.parquet"):
@@ -158,8 +158,8 @@ def write_large(path: Path, spans: int, sample: Path = SAMPLE, seed: int = 0) ->
 class _Maker:
     """Numbers steps and spans, and keeps the time, over the calls of a trace."""
 
-    def __init__(self, writer: TraceWriter, random: np.random.Generator) -> None:
-        self.writer, self.random = writer, random
+    def __init__(self, writer: TraceWriter, random: np.random.Generator, run_id: str) -> None:
+        self.writer, self.random, self.run_id = writer, random, run_id
         self.step = self.span = self.spans = self.now_ns = 0
         self.wall_ns: list[Numbers] = []
         self.span_ns: dict[tuple[str, str, str | None], int] = {}
@@ -227,9 +227,13 @@ class _Maker:
 
     def _write(self, tables: dict[str, pa.Table], steps: int, spans: int) -> None:
         for name, rows in tables.items():
-            self.writer.part(name, rows)
+            self._part(name, rows)
         self._note(tables["spans"])
         self.step, self.span, self.spans = self.step + steps, self.span + spans, self.spans + spans
+
+    def _part(self, name: str, rows: pa.Table) -> None:
+        whose = pa.array([self.run_id]).take(pa.array(np.zeros(len(rows), np.int8)))
+        self.writer.part(name, _with(rows, run_id=whose))
 
     def _note(self, spans: pa.Table) -> None:
         """Add up the times of stages and of their parts."""
@@ -250,7 +254,7 @@ class _Maker:
         again = given.take(pa.array(self.random.integers(len(given), size=len(ends))))
         number = np.arange(len(ends))
         again = _with(again, step=first_step + number, position=len(prompt) + number, arrival_ns=ends)
-        self.writer.part("tokens", pa.concat_tables([prompt, again]).unify_dictionaries())
+        self._part("tokens", pa.concat_tables([prompt, again]).unify_dictionaries())
 
 
 def _stretched(times: Numbers, factors: Any) -> Numbers:
