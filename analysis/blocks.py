@@ -133,7 +133,9 @@ def spans_of_steps(trace: Trace, step_ids: Array, columns: Sequence[str]) -> pa.
         return spans.filter(pc.is_in(spans["step"], value_set=wanted))
 
     parts = trace.scan("spans", ("rank", *columns), of_steps)
-    return first_rank(pa.concat_tables(parts).unify_dictionaries()) if parts else trace.table("spans", ("rank", *columns))
+    return (
+        first_rank(pa.concat_tables(parts).unify_dictionaries()) if parts else trace.table("spans", ("rank", *columns))
+    )
 
 
 def span_blocks(spans: pa.Table, step_ids: Array) -> SpanBlocks:
@@ -197,9 +199,7 @@ def _first_rank_stages(trace: Trace, step_ids: Array) -> pa.Table:
 def _stage_keys(stages: pa.Table) -> tuple[Array, list[str]]:
     """A code of the block of each row of sums, and the blocks' keys; empty where the stage around it owns the time."""
     (stage, stage_words), (part, part_words) = codes(stages, "stage"), codes(stages, "part")
-    names = [
-        (whole if not part else part if whole == "layer" else "") for whole in stage_words for part in part_words
-    ]
+    names = [(whole if not part else part if whole == "layer" else "") for whole in stage_words for part in part_words]
     return stage * len(part_words) + part, names
 
 

@@ -164,7 +164,7 @@ def _byte_lines(steps: pa.Table, lines: list[Line]) -> go.Figure:
                 meta={"ink": line.ink},
             )
         )
-    style(figure, bins.title("step", "drawn after every {}th"), unit)
+    style(figure, bins.title("step", "one of {} is drawn"), unit)
     figure.update_layout(hovermode="x unified")
     figure.update_xaxes(unifiedhovertitle_text="after step %{x}")
     return figure

@@ -116,7 +116,9 @@ def stage_times(sums: IntoFrame, recorded: IntoFrame, per_call: IntoFrame, by: S
 def _own(rows: Frame, by: Sequence[str]) -> Frame:
     """A layer's time less that of its parts, where it has any."""
     layers = rows.filter(nw.col("stage") == "layer")
-    inside = layers.filter(nw.col("part") != "").group_by([*by, "phase"]).agg(nw.col("host_ns").sum().alias("inside_ns"))
+    inside = (
+        layers.filter(nw.col("part") != "").group_by([*by, "phase"]).agg(nw.col("host_ns").sum().alias("inside_ns"))
+    )
     whole = layers.filter(nw.col("part") == "").join(inside, on=[*by, "phase"], how="inner")
     own = (nw.col("host_ns") - nw.col("inside_ns")).cast(nw.Int64).alias("host_ns")
     names = (*by, "phase", "stage", "count", "offset_ns")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from .breakdown import StageTime, breakdown
 from .ceilings import Ceilings
@@ -299,9 +298,7 @@ def rooflines(trace: Trace, ceilings: Ceilings | None) -> list[StageVerdict]:
     return [_stage_verdict(row, works, facts[row.phase], ceilings) for row in breakdown(trace)]
 
 
-def step_verdicts(
-    trace: Trace, ceilings: Ceilings | None, only: Collection[int] | None = None
-) -> list[StepVerdict]:
+def step_verdicts(trace: Trace, ceilings: Ceilings | None, only: Collection[int] | None = None) -> list[StepVerdict]:
     """Judge each top-level step that statistics count, by its wall time; or some of them alone."""
     dtype, steps = model_dtype(trace), counted_steps(trace)
     chosen = steps if only is None else [step for step in steps if step["step"] in only]
@@ -311,9 +308,7 @@ def step_verdicts(
 def phase_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[PhaseVerdict]:
     """Judge prefill and decode as wholes; a phase without steps has no row."""
     totals, starved = phase_totals(trace), _starved_shares(trace)
-    return [
-        _phase_verdict(trace, totals[phase], starved.get(phase), ceilings) for phase in PHASES if phase in totals
-    ]
+    return [_phase_verdict(trace, totals[phase], starved.get(phase), ceilings) for phase in PHASES if phase in totals]
 
 
 def counted_steps(trace: Trace) -> list[dict[str, Any]]:

@@ -135,6 +135,10 @@ def _steps_per_call(trace: Trace) -> pa.Table:
 
 def phase_totals(trace: Trace) -> dict[str, dict[str, Any]]:
     """Rows of `queries.phase_totals` by phase; of several ranks the sums."""
+    return trace.once("phase_totals", lambda: _phase_totals(trace))
+
+
+def _phase_totals(trace: Trace) -> dict[str, dict[str, Any]]:
     by = ranks_apart(trace)
     rows = _over_ranks(queries.phase_totals(trace.table("steps"), by), by, ["phase"], nw.Expr.sum)
     return {row["phase"]: row for row in rows.to_pylist()}

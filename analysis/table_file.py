@@ -97,8 +97,11 @@ class TableFiles:
             TraceError: a file is damaged, is none of this table, has changed since it was first looked at, or would
                 take more memory than it may.
         """
-        self.scan([], lambda rows: None)
-        return self._read(columns)
+        key = self._unchecked_key()
+        rows = self._read(_with_keys(columns, key))
+        if key is not None:
+            self._check_keys([_key_range(part, key) for part in rows])
+        return [part.select(columns) for part in rows]
 
     def scan(self, columns: list[str], work: Callable[[pa.Table], T]) -> list[T]:
         """Give the rows of each file to `work`, several files at once, and keep nothing but what it returns.
@@ -106,8 +109,8 @@ class TableFiles:
         Raises:
             TraceError: as `read` does.
         """
-        key = None if self._is_checked else schema.UNIQUE.get(self.table.name)
-        wanted = list(dict.fromkeys([*columns, *(["rank", key] if key else [])]))
+        key = self._unchecked_key()
+        wanted = _with_keys(columns, key)
 
         def one(number: int) -> tuple[KeyRange | None, T]:
             file, room = self.files[number], ROOM_BYTES + EXPANSION * self._sizes[number]
@@ -131,6 +134,8 @@ class TableFiles:
         return self._each(lambda number: self._file(number, columns, room))
 
     def _each(self, work: Callable[[int], T]) -> list[T]:
+        if len(self.files) == 1:  # most traces: a thread takes longer to begin than they to be read
+            return [work(0)]
         with ThreadPoolExecutor(min(len(self.files), os.cpu_count() or 1, MAX_THREADS) or 1) as pool:
             return list(pool.map(work, range(len(self.files))))
 
@@ -148,12 +153,20 @@ class TableFiles:
             raise TraceError(f"{file} was rewritten while the trace was read: its run has just ended. Read it again.")
         return _read(file, self.table, columns, self._version, room)
 
+    def _unchecked_key(self) -> str | None:
+        """The column that is still to be looked at, which every first reading does beside its own."""
+        return None if self._is_checked else schema.UNIQUE.get(self.table.name)
+
     def _check_keys(self, ranges: Sequence[KeyRange | None]) -> None:
         """Raise TraceError where rows that have to be told apart are not: tables are joined by these columns."""
         if not _are_apart(ranges):
             key = schema.UNIQUE[self.table.name]
             _check_unique(self.files[0].parent, key, pa.concat_tables(self._read(["rank", key])))
         self._is_checked = True
+
+
+def _with_keys(columns: list[str], key: str | None) -> list[str]:
+    return list(dict.fromkeys([*columns, *(["rank", key] if key else [])]))
 
 
 def _state(file: Path) -> tuple[int, int, int]:
@@ -307,8 +320,10 @@ def _key_range(rows: pa.Table, key: str) -> KeyRange | None:
 def _are_apart(ranges: Sequence[KeyRange | None]) -> bool:
     """Whether no key can be in two files: those that one writer wrote follow each other."""
     known = sorted(found for found in ranges if found is not None)
-    return len(known) == len(ranges) and len({rank for rank, *_ in known}) <= MAX_RANKS and all(
-        rank != next_rank or high < low for (rank, _, high), (next_rank, low, _) in pairwise(known)
+    return (
+        len(known) == len(ranges)
+        and len({rank for rank, *_ in known}) <= MAX_RANKS
+        and all(rank != next_rank or high < low for (rank, _, high), (next_rank, low, _) in pairwise(known))
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+MAX_DEPTH = 3  # of a trace in a folder of runs: a home folder is not searched through
 MAX_DIGITS = 18  # of a part's number
 
 T = TypeVar("T")
@@ -193,11 +194,12 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def trace_folders(path: str | Path) -> list[Path]:
-    """The traces in a folder of runs, itself if it is one, by name."""
+    """The traces in a folder of runs, itself if it is one, by name; also in folders below it, as of model and date."""
     folder = Path(path)
     if (folder / MANIFEST).is_file() or folder.name == MANIFEST:
         return [folder]
-    return sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
+    levels = ("*/" * depth for depth in range(1, MAX_DEPTH + 1))
+    return sorted(manifest.parent for level in levels for manifest in folder.glob(level + MANIFEST))
 
 
 def read_traces(path: str | Path) -> list[Trace]:

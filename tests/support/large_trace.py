@@ -147,7 +147,9 @@ def write_large(path: Path, spans: int, sample: Path = SAMPLE, run_id: str = "la
     made = _Maker(writer, random, run_id)
     meta["calls"] = [made.call(template, length) for template in found]
     text = "".join(word or "" for word in found[-1].tokens["text"].to_pylist())
-    writer.manifest(meta | {"run_id": run_id, "output": [text * max(1, length // 64)], "overhead": None, "command": None})
+    writer.manifest(
+        meta | {"run_id": run_id, "output": [text * max(1, length // 64)], "overhead": None, "command": None}
+    )
     for name in ("steps", "spans", "kv", "tokens"):
         writer.complete(name, lambda rows: rows)
     for file in ("modules.parquet", "products.parquet"):
