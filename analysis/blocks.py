@@ -133,9 +133,11 @@ def spans_of_steps(trace: Trace, step_ids: Array, columns: Sequence[str]) -> pa.
         return spans.filter(pc.is_in(spans["step"], value_set=wanted))
 
     parts = trace.scan("spans", ("rank", *columns), of_steps)
-    return (
-        first_rank(pa.concat_tables(parts).unify_dictionaries()) if parts else trace.table("spans", ("rank", *columns))
-    )
+    return first_rank(_joined(trace, parts, ("rank", *columns)))
+
+
+def _joined(trace: Trace, parts: list[pa.Table], columns: Sequence[str]) -> pa.Table:
+    return pa.concat_tables(parts).unify_dictionaries() if parts else trace.table("spans", columns)
 
 
 def span_blocks(spans: pa.Table, step_ids: Array) -> SpanBlocks:
@@ -163,10 +165,10 @@ def _step_times(trace: Trace) -> StepTimes:
     step_ids = steps["step"].to_numpy()
     stages = _first_rank_stages(trace, step_ids)
     index = np.searchsorted(step_ids, stages["step"].to_numpy())
-    key, names = _stage_keys(stages)
+    of_row, names = _stage_keys(stages)
     blocks = ordered_blocks({name for name in names if name} | {"prepare", FORWARD, "sample", BETWEEN})
     place = {item.key: i for i, item in enumerate(blocks)} | {"": -1}
-    block = np.array([place[name] for name in names] or [-1], dtype=np.int64)[key]
+    block = np.array([place[name] for name in names] or [-1], dtype=np.int64)[of_row]
     time_ns = _own_times(stages, index, block, place, len(steps))
     has_spans = np.isin(np.arange(len(steps)), index)
     for key, name in (("prepare", "prepare_ns"), (FORWARD, "forward_ns"), ("sample", "sample_ns")):
@@ -244,7 +246,7 @@ def _layer_grid(trace: Trace) -> LayerGrid:
         return spans.select(("rank", *LAYER_COLUMNS)).filter(pc.and_(whole, pc.is_valid(spans["layer"])))
 
     parts = trace.scan("spans", ("rank", "parent", "stage", *LAYER_COLUMNS), layers)
-    spans = first_rank(pa.concat_tables(parts) if parts else trace.table("spans", ("rank", *LAYER_COLUMNS)))
+    spans = first_rank(_joined(trace, parts, ("rank", *LAYER_COLUMNS)))
     spans = spans.filter(pc.is_in(spans["step"], value_set=step_rows(trace)["step"].combine_chunks()))
     steps, column = np.unique(spans["step"].to_numpy(), return_inverse=True)
     layers_, line = np.unique(spans["layer"].to_numpy(), return_inverse=True)

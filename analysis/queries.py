@@ -4,7 +4,7 @@ Each function takes tables as any engine that narwhals knows holds them: a pyarr
 DuckDB relation, a Dask or Spark frame. It returns a narwhals `LazyFrame`: `.collect()` computes it, `.to_native()` is
 the engine's own. Nothing here is specific to an engine, and no window over rows is needed.
 
-`by` names the columns that tell traces apart. A fleet has `run_id` and `rank`; within one process' trace there are none.
+`by` names the columns that tell traces apart: `run_id` and `rank` in a fleet, none in the trace of one process.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,12 +27,13 @@ SPAN_COLUMNS = ("step", "span", "parent", "stage", "part", "start_ns", "host_ns"
 OWN = "own"
 
 Frame = nw.LazyFrame[Any]
+Rows = IntoFrame | Frame
 
 
 # -- where the time went -----------------------------------------------------------------------
 
 
-def breakdown(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+def breakdown(spans: Rows, steps: Rows, by: Sequence[str] = TRACE) -> Frame:
     """Time of each stage and part of each run, as `lifetrace show` has it.
 
     Args:
@@ -52,13 +53,13 @@ def breakdown(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> 
     return times.select(*by, "phase", "stage", part, "count", "time_ns", "share")
 
 
-def step_stages(spans: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
+def step_stages(spans: Rows, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
     """Sums of each stage in each step, and of each part right inside a stage.
 
     Returns:
-        The columns `by`, `step`, `stage`, `part` (empty on a stage's own row), `count` of spans, `start_ns` (sum), `host_ns`
-        (sum), and for each column of `work` its sum and, as `…_known`,
-        of how many spans. The spans of whole steps give the same rows whatever others are beside them.
+        The columns `by`, `step`, `stage`, `part` (empty on a stage's own row), `count` of spans, `start_ns`
+        (sum), `host_ns` (sum), and for each column of `work` its sum and, as `…_known`, of how many spans. The spans of
+        whole steps give the same rows whatever others are beside them.
     """
     rows = _placed(spans, (*SPAN_COLUMNS, *work), by)
     keys = [*by, "step", "stage", "part"]
@@ -68,12 +69,12 @@ def step_stages(spans: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str]
     return _whole(sums.filter(*_is_placed()), keys)
 
 
-def stage_sums(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
+def stage_sums(stages: Rows, steps: Rows, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
     """Sums of `step_stages` over the steps that statistics count.
 
     Returns:
-        The columns `by`, `phase`, `stage`, `part` (empty on a stage's own row), `count`, `host_ns`, `offset_ns` (the sum
-        of where each span began in its step), and each column of `work` with its `…_known`.
+        The columns `by`, `phase`, `stage`, `part` (empty on a stage's own row), `count`, `host_ns`, `offset_ns` (the
+        sum of where each span began in its step), and each column of `work` with its `…_known`.
     """
     began = nw.col("step_ns").fill_null(0)  # the order stays where it is not known
     placed = _of_counted(stages, steps, by).with_columns(
@@ -84,13 +85,13 @@ def stage_sums(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE, w
     return _whole(placed.group_by(keys).agg(*(nw.col(name).sum() for name in names)), keys)
 
 
-def recorded_steps(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+def recorded_steps(stages: Rows, steps: Rows, by: Sequence[str] = TRACE) -> Frame:
     """How many of the steps that statistics count have spans: the columns `by`, `phase`, `recorded`."""
     mine = _of_counted(stages, steps, by).group_by([*by, "phase", "step"]).agg(nw.len().alias("rows"))
     return mine.group_by([*by, "phase"]).agg(nw.len().alias("recorded"))
 
 
-def stage_times(sums: IntoFrame, recorded: IntoFrame, per_call: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+def stage_times(sums: Rows, recorded: Rows, per_call: Rows, by: Sequence[str] = TRACE) -> Frame:
     """Times of one call from sums over all: what `breakdown` returns, with `order`, the mean start within a step in ns.
 
     Args:
@@ -101,11 +102,11 @@ def stage_times(sums: IntoFrame, recorded: IntoFrame, per_call: IntoFrame, by: S
 
     A layer that has parts gets a row `own` for what it does outside of them; `part` is empty on a stage's own row.
     """
-    rows = nw.from_native(sums).lazy().select(*by, "phase", "stage", "part", "count", "host_ns", "offset_ns")
+    rows = _lazy(sums).select(*by, "phase", "stage", "part", "count", "host_ns", "offset_ns")
     rows = nw.concat([rows, _own(rows, by)])
     whole = rows.filter(nw.col("part") == "").group_by([*by, "phase"]).agg(nw.col("host_ns").sum().alias("phase_ns"))
-    facts = whole.join(nw.from_native(recorded).lazy(), on=[*by, "phase"], how="inner")
-    facts = facts.join(nw.from_native(per_call).lazy(), on=[*by, "phase"], how="inner")
+    facts = whole.join(_lazy(recorded), on=[*by, "phase"], how="inner")
+    facts = facts.join(_lazy(per_call), on=[*by, "phase"], how="inner")
     a_call = nw.col("host_ns") * (nw.col("steps_per_call") / nw.col("recorded"))
     share = nw.when(nw.col("phase_ns") > 0).then(nw.col("host_ns") / nw.col("phase_ns")).otherwise(0.0)
     return rows.join(facts, on=[*by, "phase"], how="inner").with_columns(
@@ -115,10 +116,8 @@ def stage_times(sums: IntoFrame, recorded: IntoFrame, per_call: IntoFrame, by: S
 
 def _own(rows: Frame, by: Sequence[str]) -> Frame:
     """A layer's time less that of its parts, where it has any."""
-    layers = rows.filter(nw.col("stage") == "layer")
-    inside = (
-        layers.filter(nw.col("part") != "").group_by([*by, "phase"]).agg(nw.col("host_ns").sum().alias("inside_ns"))
-    )
+    layers, inside_ns = rows.filter(nw.col("stage") == "layer"), nw.col("host_ns").sum().alias("inside_ns")
+    inside = layers.filter(nw.col("part") != "").group_by([*by, "phase"]).agg(inside_ns)
     whole = layers.filter(nw.col("part") == "").join(inside, on=[*by, "phase"], how="inner")
     own = (nw.col("host_ns") - nw.col("inside_ns")).cast(nw.Int64).alias("host_ns")
     names = (*by, "phase", "stage", "count", "offset_ns")
@@ -129,7 +128,7 @@ def _own(rows: Frame, by: Sequence[str]) -> Frame:
 # -- steps -------------------------------------------------------------------------------------
 
 
-def counted_steps(steps: IntoFrame, by: Sequence[str] = TRACE, columns: Sequence[str] = ()) -> Frame:
+def counted_steps(steps: Rows, by: Sequence[str] = TRACE, columns: Sequence[str] = ()) -> Frame:
     """The steps that statistics count: at the top level, not cold, their result used.
 
     Returns:
@@ -139,7 +138,7 @@ def counted_steps(steps: IntoFrame, by: Sequence[str] = TRACE, columns: Sequence
     return _kept_steps(steps, by, ("warmup", *columns)).filter(~cold).select(*by, "step", "call", "phase", *columns)
 
 
-def steps_per_call(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+def steps_per_call(steps: Rows, by: Sequence[str] = TRACE) -> Frame:
     """Top-level steps of each phase in a call that has that phase, on average: `by`, `phase`, `steps_per_call`.
 
     Cold ones are steps too.
@@ -149,7 +148,7 @@ def steps_per_call(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
     return found.select(*by, "phase", (nw.col("steps") / nw.col("calls")).alias("steps_per_call"))
 
 
-def phase_totals(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+def phase_totals(steps: Rows, by: Sequence[str] = TRACE) -> Frame:
     """Totals of prefill and of decode over the steps that statistics count.
 
     Returns:
@@ -171,7 +170,7 @@ def phase_totals(steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
 # -- what compare looks at ---------------------------------------------------------------------
 
 
-def call_stages(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+def call_stages(stages: Rows, steps: Rows, by: Sequence[str] = TRACE) -> Frame:
     """Time of each stage and part in each of some steps.
 
     Args:
@@ -182,12 +181,12 @@ def call_stages(stages: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) 
     Returns:
         The columns `by`, `call`, `step`, `phase`, `stage`, `part` (empty on a stage's own row) and `host_ns`.
     """
-    chosen = nw.from_native(steps).lazy().select(*by, "step", "call", "phase")
-    rows = nw.from_native(stages).lazy().join(chosen, on=[*by, "step"], how="inner")
+    chosen = _lazy(steps).select(*by, "step", "call", "phase")
+    rows = _lazy(stages).join(chosen, on=[*by, "step"], how="inner")
     return rows.select(*by, "call", "step", "phase", "stage", "part", "host_ns")
 
 
-def places(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Frame:
+def places(spans: Rows, steps: Rows, by: Sequence[str] = TRACE) -> Frame:
     """Time in each place of the model over some steps: a layer's part, and each stage as a whole.
 
     Args:
@@ -200,7 +199,7 @@ def places(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Fra
         `host_ns`. Rows of some spans and of others may be added.
     """
     rows = _placed(spans, ("step", "span", "parent", "stage", "layer", "part", "host_ns"), by)
-    chosen = nw.from_native(steps).lazy().select(*by, "step", "phase")
+    chosen = _lazy(steps).select(*by, "step", "phase")
     rows = rows.with_columns(nw.col("layer").fill_null(-1)).filter(*_is_placed())
     mine = rows.join(chosen, on=[*by, "step"], how="inner")
     keys = [*by, "phase", "stage", "layer", "part"]
@@ -210,35 +209,44 @@ def places(spans: IntoFrame, steps: IntoFrame, by: Sequence[str] = TRACE) -> Fra
 # -- common ------------------------------------------------------------------------------------
 
 
-def _read(native: IntoFrame, columns: Iterable[str], by: Sequence[str]) -> Frame:
+def _lazy(rows: Rows) -> Frame:
+    frame: Frame = nw.from_native(rows).lazy()
+    return frame
+
+
+def _is_in_memory(rows: Rows) -> bool:
+    return isinstance(nw.from_native(rows), nw.DataFrame)
+
+
+def _read(native: Rows, columns: Iterable[str], by: Sequence[str]) -> Frame:
     """Some columns of a table, words as texts and flags as numbers, the keys never null."""
     keys: dict[str, nw.Expr] = {
         "run_id": nw.col("run_id").cast(nw.String).fill_null(""), "rank": nw.col("rank").fill_null(0)
     }  # fmt: skip
     words = dict.fromkeys(("stage", "part", "phase"), nw.String) | {"starved": nw.Float64}
-    frame = nw.from_native(native).lazy()
+    frame = _lazy(native)
     return frame.select(
         *(keys[name] for name in by),
         *(nw.col(name).cast(words[name]) if name in words else nw.col(name) for name in columns),
     )
 
 
-def _kept_steps(steps: IntoFrame, by: Sequence[str], columns: Sequence[str]) -> Frame:
+def _kept_steps(steps: Rows, by: Sequence[str], columns: Sequence[str]) -> Frame:
     rows = _read(steps, dict.fromkeys(("step", "call", "phase", "parent_step", "discarded", *columns)), by)
     return rows.filter(nw.col("parent_step").is_null(), ~nw.col("discarded").fill_null(False))
 
 
-def _of_counted(stages: IntoFrame, steps: IntoFrame, by: Sequence[str]) -> Frame:
+def _of_counted(stages: Rows, steps: Rows, by: Sequence[str]) -> Frame:
     counted = counted_steps(steps, by, ["start_ns"])
     counted = counted.select(*by, "step", "phase", nw.col("start_ns").alias("step_ns"))
-    return nw.from_native(stages).lazy().join(counted, on=[*by, "step"], how="inner")
+    return _lazy(stages).join(counted, on=[*by, "step"], how="inner")
 
 
-def _placed(spans: IntoFrame, columns: Sequence[str], by: Sequence[str]) -> Frame:
+def _placed(spans: Rows, columns: Sequence[str], by: Sequence[str]) -> Frame:
     """Spans whose `part` is empty at the top of a step, their own right inside a stage, and null deeper down."""
     rows, is_top = _read(spans, columns, by), nw.col("parent").is_null()
     top = rows.select(*by, "span", "parent").filter(is_top)
-    if not by and isinstance(nw.from_native(spans), nw.DataFrame):
+    if not by and _is_in_memory(spans):
         # in memory and of one trace: looking up numbers takes a tenth of a join
         inside = nw.col("parent").is_in(top.select("span").collect()["span"])
     else:

@@ -31,7 +31,7 @@ class Scanned:
 
 
 def step_stages(trace: Trace) -> pa.Table:
-    """Sums of each stage and part in each step, as `queries.step_stages` has them, `rank` first where there are several."""
+    """Rows of `queries.step_stages`, with `rank` where there are several."""
     return _scanned(trace).stages
 
 

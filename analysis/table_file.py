@@ -23,7 +23,7 @@ from . import schema, upgrade
 from .parquet_size import decoded_bytes
 
 # A table may take so much memory whatever the trace takes on the disk, and so many times that beyond it. What lifetrace
-# writes takes up to 50 times as a whole; a cache that grows evenly alone over 600 times, since lines compress to nothing.
+# writes takes up to 50 times as a whole; its table of a cache that grows evenly over 600 times, since lines compress.
 ROOM_BYTES = 64 * 2**20
 EXPANSION = 200
 MAX_FOOTER_STRING_BYTES = 2**24

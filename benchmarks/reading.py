@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from large_trace import write_large
+from large_trace import write_large  # noqa: E402 - it lies with the tests
 
 DOCUMENT = ROOT / "docs" / "reading.md"
 WARM_RUNS = 3
@@ -93,9 +93,9 @@ def describe(folder: Path, page: Path) -> str:
     size = sum(file.stat().st_size for file in files)
     libraries = ", ".join(f"{name} {version(name)}" for name in ("pyarrow", "narwhals", "plotly"))
     return (
-        f"{rows('spans'):,} spans of {rows('steps'):,} steps, {rows('kv'):,} rows of the KV cache: {size / 1e6:.0f} MB in "
-        f"{len(files)} files. The page has {page.stat().st_size / 1e6:.1f} MB. {len(os.sched_getaffinity(0))} cores, "
-        f"{platform.system()}, Python {platform.python_version()}, {libraries}."
+        f"{rows('spans'):,} spans of {rows('steps'):,} steps, {rows('kv'):,} rows of the KV cache: "
+        f"{size / 1e6:.0f} MB in {len(files)} files. The page has {page.stat().st_size / 1e6:.1f} MB. "
+        f"{len(os.sched_getaffinity(0))} cores, {platform.system()}, Python {platform.python_version()}, {libraries}."
     )
 
 
