@@ -61,12 +61,15 @@ def step_stages(spans: Rows, by: Sequence[str] = TRACE, work: Sequence[str] = ()
         (sum), `host_ns` (sum), and for each column of `work` its sum and, as `…_known`, of how many spans. The spans of
         whole steps give the same rows whatever others are beside them.
     """
-    rows = _placed(spans, (*SPAN_COLUMNS, *work), by)
-    keys = [*by, "step", "stage", "part"]
-    sums = rows.group_by(keys).agg(
+    return _whole(part_of_step_stages(spans, by, work), [*by, "step", "stage", "part"])
+
+
+def part_of_step_stages(spans: Rows, by: Sequence[str], work: Sequence[str]) -> Frame:
+    """The same rows, as an engine adds them up: for tables that are put together of many parts."""
+    sums = _placed(spans, (*SPAN_COLUMNS, *work), by).group_by([*by, "step", "stage", "part"]).agg(
         nw.len().alias("count"), nw.col("start_ns").sum(), nw.col("host_ns").sum(), *_sums_of_known(work)
-    )
-    return _whole(sums.filter(*_is_placed()), keys)
+    )  # fmt: skip
+    return sums.filter(*_is_placed())
 
 
 def stage_sums(stages: Rows, steps: Rows, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:

@@ -53,7 +53,7 @@ def _scan(trace: Trace) -> Scanned:
     columns = (*by, *SPAN_COLUMNS)
 
     def look(spans: pa.Table) -> Scanned:
-        sums = queries.step_stages(spans, by, queries.SPAN_WORK).collect("pyarrow").to_native()
+        sums = queries.part_of_step_stages(spans, by, queries.SPAN_WORK).collect("pyarrow").to_native()
         loose = spans.select(["stage", "start_ns", "host_ns"]).filter(pc.is_null(spans["step"]))
         loose = loose.set_column(0, "stage", loose["stage"].cast(pa.string()))
         keys = [*by, "step"]
@@ -93,10 +93,10 @@ def places_of(trace: Trace, steps: pa.Table) -> list[dict[str, Any]]:
 
 
 def is_starvation_known(trace: Trace) -> bool:
-    """Whether the device was asked if it had run out of work: a column that costs nothing to read where it was not."""
-    return trace.once(
-        "starved", lambda: any(trace.scan("spans", ["starved"], lambda spans: spans["starved"].null_count < len(spans)))
-    )
+    """Whether the device was asked if it had run out of work: a column that costs little to read where it was not."""
+    if trace.has_found("scanned"):
+        return bool(pc.any(pc.greater(step_stages(trace)["starved_known"], 0)).as_py())
+    return any(trace.scan("spans", ["starved"], lambda spans: spans["starved"].null_count < len(spans)))
 
 
 def recorded_steps(trace: Trace) -> int:

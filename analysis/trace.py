@@ -77,6 +77,10 @@ class Trace:
         found: T = self._found[name]
         return found
 
+    def has_found(self, name: str) -> bool:
+        """Whether `once` was asked for this already."""
+        return name in self._found
+
     def _files_of(self, name: str) -> table_file.TableFiles:
         if name not in self._files:
             table = schema.TABLES[name]
