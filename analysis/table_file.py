@@ -33,8 +33,10 @@ MAX_COLUMNS = 128
 MAX_RANKS = 64
 LIMIT = 2**62
 MAX_TEXT_BYTES = 2**20
-MAX_THREADS = 8  # each holds the columns of one file
+MAX_THREADS = 4  # each holds the columns of a file, or of small ones of so many bytes in all
+BATCH_BYTES = 2**20
 
+A = TypeVar("A")
 T = TypeVar("T")
 KeyRange = tuple[int, int, int]
 
@@ -106,22 +108,23 @@ class TableFiles:
     def scan(self, columns: list[str], work: Callable[[pa.Table], T]) -> list[T]:
         """Give the rows of each file to `work`, several files at once, and keep nothing but what it returns.
 
+        Small files, as a run that was killed leaves them by the thousand, are given together.
+
         Raises:
             TraceError: as `read` does.
         """
         key = self._unchecked_key()
         wanted = _with_keys(columns, key)
 
-        def one(number: int) -> tuple[KeyRange | None, T]:
-            file, room = self.files[number], ROOM_BYTES + EXPANSION * self._sizes[number]
-            if self._decoded_bytes(number, wanted) > room:
-                raise _too_large(file, room)
-            rows = self._file(number, wanted, room)
-            return _key_range(rows, key) if key else None, work(rows.select(columns))
+        def one(numbers: Sequence[int]) -> tuple[list[KeyRange | None], T]:
+            room = ROOM_BYTES + EXPANSION * sum(self._sizes[number] for number in numbers)
+            parts = self._decoded(numbers, wanted, room)
+            rows = pa.concat_tables(parts).unify_dictionaries().select(columns)
+            return [_key_range(part, key) for part in parts] if key else [], work(rows)
 
-        found = self._each(one)
+        found = self._each(one, self._batches())
         if key is not None:
-            self._check_keys([keys for keys, _ in found])
+            self._check_keys([keys for ranges, _ in found for keys in ranges])
         return [result for _, result in found]
 
     def _read(self, columns: list[str]) -> list[pa.Table]:
@@ -131,13 +134,34 @@ class TableFiles:
                 raise _too_large(file, self._room)
             self._room -= decoded
         room = self._room
-        return self._each(lambda number: self._file(number, columns, room))
+        return self._each(lambda number: self._file(number, columns, room), range(len(self.files)))
 
-    def _each(self, work: Callable[[int], T]) -> list[T]:
-        if len(self.files) == 1:  # most traces: a thread takes longer to begin than they to be read
-            return [work(0)]
-        with ThreadPoolExecutor(min(len(self.files), os.cpu_count() or 1, MAX_THREADS) or 1) as pool:
-            return list(pool.map(work, range(len(self.files))))
+    def _decoded(self, numbers: Sequence[int], columns: list[str], room: int) -> list[pa.Table]:
+        """Some files, one after the other, which together keep to a bound of their own."""
+        left = room
+        for number in numbers:
+            left -= self._decoded_bytes(number, columns)
+            if left < 0:
+                raise _too_large(self.files[number], room)
+        return [self._file(number, columns, room) for number in numbers]
+
+    def _each(self, work: Callable[[A], T], items: Sequence[A]) -> list[T]:
+        if len(items) < 2:  # most traces: a thread takes longer to begin than they to be read
+            return list(map(work, items))
+        with ThreadPoolExecutor(min(len(items), os.cpu_count() or 1, MAX_THREADS)) as pool:
+            return list(pool.map(work, items))
+
+    def _batches(self) -> list[list[int]]:
+        """Consecutive files that are read together: one, or several small ones."""
+        found: list[list[int]] = []
+        size = BATCH_BYTES
+        for number, more in enumerate(self._sizes):
+            if size + more > BATCH_BYTES:
+                found.append([])
+                size = 0
+            found[-1].append(number)
+            size += more
+        return found
 
     def _decoded_bytes(self, number: int, columns: list[str]) -> int:
         file = self.files[number]
