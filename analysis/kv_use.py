@@ -39,11 +39,11 @@ class KVUse:
 def kv_use(trace: Trace) -> KVUse | None:
     """What the last call's cache was used for; null where a trace has no step with one."""
     steps = _last_call(trace)
-    if not steps or not steps[-1]["kv_bytes"]:
+    last = steps.take([len(steps) - 1]).to_pylist()[0] if len(steps) else {}
+    if not last.get("kv_bytes"):
         return None
-    last = steps[-1]
-    held, copies = last["kv_allocated_bytes"], [step["kv_copy_bytes"] for step in steps]
-    copied = None if None in copies else sum(copies)
+    held, copies = last["kv_allocated_bytes"], steps["kv_copy_bytes"]
+    copied = None if copies.null_count else pc.sum(copies).as_py()
     checked, apart = _against(trace, kv_form(trace))
     return KVUse(
         bytes_=last["kv_bytes"],
@@ -57,14 +57,13 @@ def kv_use(trace: Trace) -> KVUse | None:
     )
 
 
-def _last_call(trace: Trace) -> list[dict[str, Any]]:
+def _last_call(trace: Trace) -> pa.Table:
     """The main steps of the last call at the top level, in order."""
     names = ["step", "call", "role", "parent_step", "discarded", "batch", "kv_len_after", "kv_bytes"]
-    names += ["kv_allocated_bytes", "kv_copy_bytes"]
-    rows = trace.table("steps").select(names).to_pylist()
-    main = [row for row in rows if row["role"] == "main" and row["parent_step"] is None and not row["discarded"]]
-    last = max((row["call"] for row in main), default=None)
-    return sorted((row for row in main if row["call"] == last), key=lambda row: row["step"])
+    steps = trace.table("steps", [*names, "kv_allocated_bytes", "kv_copy_bytes"])
+    is_used = pc.and_(pc.is_null(steps["parent_step"]), pc.invert(pc.fill_null(steps["discarded"], False)))
+    main = steps.filter(pc.and_(pc.equal(steps["role"], "main"), is_used))
+    return main.filter(pc.equal(main["call"], pc.max(main["call"]))).sort_by("step")
 
 
 def _padding_bytes(trace: Trace, last: dict[str, Any]) -> int | None:

@@ -6,6 +6,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import pyarrow.compute as pc
+
 from .stage_sums import loose_spans
 from .trace import Trace
 
@@ -58,7 +60,7 @@ def latency(trace: Trace, split: bool = True) -> Latency:
         split: also where the time to the first token went, which takes reading the spans.
     """
     calls = top_calls(trace)
-    steps = _top_steps(trace)
+    steps = _notable_steps(trace)
     gaps = sorted(_gaps(trace, {call["call"] for call in calls}, {row["step"] for row in steps if row["warmup"]}))
     warm = warm_calls(trace)
     prefill_ns = _prefill_ns(steps)
@@ -93,7 +95,7 @@ def top_calls(trace: Trace) -> list[dict[str, Any]]:
 def warm_calls(trace: Trace) -> list[dict[str, Any]]:
     """Those of the calls whose prefill was not cold; all of them where it was in each."""
     calls = top_calls(trace)
-    cold = {row["call"] for row in _top_steps(trace) if row["warmup"] and row["phase"] == "prefill"}
+    cold = {row["call"] for row in _notable_steps(trace) if row["warmup"] and row["phase"] == "prefill"}
     return [call for call in calls if call["call"] not in cold] or calls
 
 
@@ -172,13 +174,17 @@ def _gaps(trace: Trace, calls: set[int], cold: set[int]) -> list[int]:
     ]
 
 
-def _top_steps(trace: Trace) -> list[dict[str, Any]]:
-    return trace.once("top_steps", lambda: _read_top_steps(trace))
+def _notable_steps(trace: Trace) -> list[dict[str, Any]]:
+    """The top-level steps of prefill, and cold ones: of a long run a few."""
+    return trace.once("notable_steps", lambda: _read_notable_steps(trace))
 
 
-def _read_top_steps(trace: Trace) -> list[dict[str, Any]]:
+def _read_notable_steps(trace: Trace) -> list[dict[str, Any]]:
     names = ["step", "call", "phase", "parent_step", "warmup", "wall_ns", "prepare_ns", "forward_ns", "sample_ns"]
-    return [row for row in trace.table("steps").select(names).to_pylist() if row["parent_step"] is None]
+    steps = trace.table("steps", names)
+    notable = pc.or_(pc.equal(steps["phase"], "prefill"), pc.fill_null(steps["warmup"], False))
+    rows: list[dict[str, Any]] = steps.filter(pc.and_(pc.is_null(steps["parent_step"]), notable)).to_pylist()
+    return rows
 
 
 def _prefill_ns(steps: list[dict[str, Any]]) -> dict[int, int]:
