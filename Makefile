@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PROMPT ?= The physical hardware limits
 
-.PHONY: help demo check lint test versions endurance bench docs samples clean
+.PHONY: help demo check lint test versions endurance reading bench docs samples clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -38,6 +38,9 @@ versions: ## the tests with the oldest and with the newest supported libraries, 
 
 endurance: $(VENV)/installed ## 200 kills, 10,000 damaged traces, 200,000 steps and more: about an hour
 	$(BIN)/python benchmarks/endurance.py all
+
+reading: $(VENV)/installed ## measure what reading 10 million spans takes, and write it into docs/reading.md
+	$(BIN)/python benchmarks/reading.py --write
 
 bench: $(VENV)/installed ## measure what tracing costs, and write it into docs/overhead.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py --write

@@ -3,17 +3,22 @@
 One palette serves all pictures (Okabe–Ito, told apart by the colour-blind).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from .stage_sums import step_stages
 from .trace import Trace
 
 Array = np.ndarray[Any, Any]
 BETWEEN = "between"
 FORWARD = "forward"
+SPAN_BYTES = ("weight_bytes", "kv_read_bytes", "kv_write_bytes", "input_bytes", "output_bytes")
+LAYER_COLUMNS = ("step", "layer", "host_ns", "device_ns", "flops", *SPAN_BYTES)
 _FALLBACK = ("#D55E00", "#7a6fac", "#4d7f71", "#a26b4a")
 
 
@@ -66,20 +71,24 @@ class StepTimes:
     def __len__(self) -> int:
         return len(self.step)
 
+    def take(self, rows: Array) -> "StepTimes":
+        """The same of some steps."""
+        arrays = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "blocks"}
+        return replace(self, **arrays)
+
 
 @dataclass(frozen=True)
 class SpanBlocks:
     """The spans of top-level steps, sorted by step and start, each with the block that owns it.
 
-    `row` is the span's row in the first rank's table, `step` its index in the `StepTimes`, `block` an
-    index into `blocks` or -1 where an enclosing span owns its time, `own_ns` the time it adds.
+    `row` is the span's row in the table, `step` its index in the `StepTimes`, `block` an
+    index into `blocks` or -1 where an enclosing span owns its time.
     """
 
     row: Array
     step: Array
     parent: Array
     block: Array
-    own_ns: Array
     blocks: tuple[Block, ...]
 
 
@@ -108,13 +117,31 @@ def first_rank(table: pa.Table) -> pa.Table:
 
 def step_rows(trace: Trace) -> pa.Table:
     """Top-level steps in the order in which they ran; cold ones are among them, though no statistics count them."""
+    return trace.once("step_rows", lambda: _step_rows(trace))
+
+
+def _step_rows(trace: Trace) -> pa.Table:
     steps = first_rank(trace.table("steps")).sort_by("step")
     return steps.filter(steps["parent_step"].is_null())
 
 
-def span_blocks(trace: Trace, step_ids: Array) -> SpanBlocks:
+def spans_of_steps(trace: Trace, step_ids: Array, columns: Sequence[str]) -> pa.Table:
+    """Some columns of the first rank's spans in these steps; no others are kept in memory."""
+    wanted = pa.array(step_ids.astype(np.int64))
+
+    def of_steps(spans: pa.Table) -> pa.Table:
+        return spans.filter(pc.is_in(spans["step"], value_set=wanted))
+
+    parts = trace.scan("spans", ("rank", *columns), of_steps)
+    return first_rank(_joined(trace, parts, ("rank", *columns)))
+
+
+def _joined(trace: Trace, parts: list[pa.Table], columns: Sequence[str]) -> pa.Table:
+    return pa.concat_tables(parts).unify_dictionaries() if parts else trace.table("spans", columns)
+
+
+def span_blocks(spans: pa.Table, step_ids: Array) -> SpanBlocks:
     """Give every span of the steps to a block: its stage, or inside a layer its part."""
-    spans = first_rank(trace.table("spans"))
     step = numbers(spans, "step")
     index = np.searchsorted(step_ids, step)
     known = (index < len(step_ids)) & np.isin(step, step_ids)
@@ -125,22 +152,25 @@ def span_blocks(trace: Trace, step_ids: Array) -> SpanBlocks:
     blocks = ordered_blocks({str(name) for name in np.unique(names) if name})
     place = {item.key: i for i, item in enumerate(blocks)} | {"": -1}
     block = np.array([place[name] for name in names.tolist()], dtype=np.int64)
-    host = np.nan_to_num(numbers(spans, "host_ns")[row])
-    return SpanBlocks(row, index[row], parent, block, _own_time(host, parent, block), blocks)
+    return SpanBlocks(row, index[row], parent, block, blocks)
 
 
 def step_times(trace: Trace) -> StepTimes:
     """Split the time of every top-level step among the blocks that own it."""
+    return trace.once("step_times", lambda: _step_times(trace))
+
+
+def _step_times(trace: Trace) -> StepTimes:
     steps = step_rows(trace)
     step_ids = steps["step"].to_numpy()
-    spans = span_blocks(trace, step_ids)
-    blocks = ordered_blocks({item.key for item in spans.blocks} | {"prepare", FORWARD, "sample", BETWEEN})
-    place = {item.key: i for i, item in enumerate(blocks)}
-    time_ns = np.zeros((len(steps), len(blocks)))
-    owned = spans.block >= 0
-    column = np.array([place[item.key] for item in spans.blocks], dtype=np.int64)
-    np.add.at(time_ns, (spans.step[owned], column[spans.block[owned]]), spans.own_ns[owned])
-    has_spans = np.isin(np.arange(len(steps)), spans.step)
+    stages = _first_rank_stages(trace, step_ids)
+    index = np.searchsorted(step_ids, stages["step"].to_numpy())
+    of_row, names = _stage_keys(stages)
+    blocks = ordered_blocks({name for name in names if name} | {"prepare", FORWARD, "sample", BETWEEN})
+    place = {item.key: i for i, item in enumerate(blocks)} | {"": -1}
+    block = np.array([place[name] for name in names] or [-1], dtype=np.int64)[of_row]
+    time_ns = _own_times(stages, index, block, place, len(steps))
+    has_spans = np.isin(np.arange(len(steps)), index)
     for key, name in (("prepare", "prepare_ns"), (FORWARD, "forward_ns"), ("sample", "sample_ns")):
         time_ns[~has_spans, place[key]] = np.nan_to_num(numbers(steps, name))[~has_spans]
     call, start, wall = numbers(steps, "call"), numbers(steps, "start_ns"), numbers(steps, "wall_ns")
@@ -160,16 +190,40 @@ def step_times(trace: Trace) -> StepTimes:
     )
 
 
+def _first_rank_stages(trace: Trace, step_ids: Array) -> pa.Table:
+    """Sums of each stage and part in these steps, of one rank."""
+    stages = step_stages(trace)
+    if "rank" in stages.column_names:
+        stages = first_rank(stages)
+    return stages.filter(pc.is_in(stages["step"], value_set=pa.array(step_ids)))
+
+
+def _stage_keys(stages: pa.Table) -> tuple[Array, list[str]]:
+    """A code of the block of each row of sums, and the blocks' keys; empty where the stage around it owns the time."""
+    (stage, stage_words), (part, part_words) = codes(stages, "stage"), codes(stages, "part")
+    names = [(whole if not part else part if whole == "layer" else "") for whole in stage_words for part in part_words]
+    return stage * len(part_words) + part, names
+
+
+def _own_times(stages: pa.Table, index: Array, block: Array, place: dict[str, int], count: int) -> Array:
+    """Time of each block in each of so many steps; a layer's is less that of its parts."""
+    time_ns = np.zeros((count, len(place) - 1))
+    host, is_part = numbers(stages, "host_ns"), pc.not_equal(stages["part"], "").to_numpy()
+    owned = block >= 0
+    np.add.at(time_ns, (index[owned], block[owned]), host[owned])
+    if "layer" in place:
+        inside = owned & is_part
+        np.subtract.at(time_ns, (index[inside], place["layer"]), host[inside])
+    return np.maximum(time_ns, 0.0)
+
+
 @dataclass(frozen=True)
 class LayerGrid:
-    """Whole layers, a cell a layer a step. `row` are places among the first rank's spans.
-
-    `line` and `column` say which layer and step each of them belongs to.
-    """
+    """Whole layers, a cell a layer a step: `line` and `column` say which layer and step each row of `spans` is of."""
 
     steps: Array
     layers: Array
-    row: Array
+    spans: pa.Table
     line: Array
     column: Array
 
@@ -182,23 +236,27 @@ class LayerGrid:
 
 
 def layer_grid(trace: Trace) -> LayerGrid:
-    """Find the layers' own spans in the steps that count."""
-    spans = first_rank(trace.table("spans"))
-    stage, words = codes(spans, "stage")
-    step, layer = numbers(spans, "step"), numbers(spans, "layer")
-    top = step_rows(trace)["step"].to_numpy()
-    whole = np.array([word == "layer" for word in words] + [False])[stage]
-    whole &= np.isnan(numbers(spans, "parent")) & ~np.isnan(layer) & np.isin(step, top)
-    steps, column = np.unique(step[whole], return_inverse=True)
-    layers, line = np.unique(layer[whole], return_inverse=True)
-    return LayerGrid(steps.astype(np.int64), layers.astype(np.int64), np.flatnonzero(whole), line, column)
+    """Find the layers' own spans in the steps that count, with their times and work."""
+    return trace.once("layer_grid", lambda: _layer_grid(trace))
+
+
+def _layer_grid(trace: Trace) -> LayerGrid:
+    def layers(spans: pa.Table) -> pa.Table:
+        whole = pc.and_(pc.is_null(spans["parent"]), pc.equal(spans["stage"].cast(pa.string()), "layer"))
+        return spans.select(("rank", *LAYER_COLUMNS)).filter(pc.and_(whole, pc.is_valid(spans["layer"])))
+
+    parts = trace.scan("spans", ("rank", "parent", "stage", *LAYER_COLUMNS), layers)
+    spans = first_rank(_joined(trace, parts, ("rank", *LAYER_COLUMNS)))
+    spans = spans.filter(pc.is_in(spans["step"], value_set=step_rows(trace)["step"].combine_chunks()))
+    steps, column = np.unique(spans["step"].to_numpy(), return_inverse=True)
+    layers_, line = np.unique(spans["layer"].to_numpy(), return_inverse=True)
+    return LayerGrid(steps.astype(np.int64), layers_.astype(np.int64), spans, line, column)
 
 
 def layer_times(trace: Trace) -> tuple[Array, Array, Array]:
     """Return step numbers, layers, and the time in ns of each layer in each step (NaN: none)."""
     grid = layer_grid(trace)
-    host = numbers(first_rank(trace.table("spans")), "host_ns")[grid.row]
-    return grid.steps, grid.layers, grid.add_up(host)
+    return grid.steps, grid.layers, grid.add_up(numbers(grid.spans, "host_ns"))
 
 
 def _flag(table: pa.Table, name: str) -> Array:
@@ -224,14 +282,6 @@ def _block_names(spans: pa.Table, row: Array, parent: Array) -> Array:
     in_layer = np.zeros(len(row), dtype=bool)
     in_layer[inside] = (parent[parent[inside]] < 0) & (stage[parent[inside]] == "layer") & (part[inside] != "")
     return np.where(in_layer, part, names)
-
-
-def _own_time(host: Array, parent: Array, block: Array) -> Array:
-    """Time of each owning span less that of the owning spans right inside it."""
-    own = np.where(block >= 0, host, 0.0)
-    inside = (parent >= 0) & (block >= 0)
-    np.subtract.at(own, parent[inside], host[inside])
-    return np.maximum(own, 0.0)
 
 
 def ordered_blocks(keys: set[str]) -> tuple[Block, ...]:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from .blocks import Array, first_rank, layer_grid, numbers, step_rows
+from .blocks import SPAN_BYTES, Array, layer_grid, numbers, step_rows
 from .ceilings import Ceilings
 from .roofline import COMPUTE, LAUNCH, MEMORY, UNKNOWN, model_dtype, verdict
 from .trace import Trace
 
 BOUNDS = (UNKNOWN, COMPUTE, MEMORY, LAUNCH)
-SPAN_BYTES = ("weight_bytes", "kv_read_bytes", "kv_write_bytes", "input_bytes", "output_bytes")
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,21 @@ def cell_sum(table: pa.Table, name: str, cell: Array, size: int) -> Array:
 
 
 def cell_verdicts(
-    trace: Trace, table: pa.Table, cell: Array, columns: int, ceilings: Ceilings | None
+    trace: Trace, table: pa.Table, cell: Array, sets: Array, columns: int, ceilings: Ceilings | None
 ) -> CellVerdicts | None:
     """Judge each block of each step; null without ceilings.
 
     Args:
-        trace: for its steps' working sets and its dtype.
+        trace: for its dtype.
         table: the spans, of which each belongs to the cell step × `columns` + block.
         cell: of each span; one past the last for what is no block's.
+        sets: bytes that each step goes through, as `working_sets` has them.
         columns: blocks of a step.
         ceilings: of the device.
     """
     if ceilings is None:
         return None
-    sizes = np.repeat(working_sets(trace), columns)
+    sizes = np.repeat(sets, columns)
     count = len(sizes)
     sums = {name: cell_sum(table, name, cell, count) for name in ("flops", "op_count", "host_ns", "device_ns")}
     moved = np.sum([cell_sum(table, name, cell, count) for name in SPAN_BYTES], axis=0)
@@ -82,7 +82,7 @@ def working_sets(trace: Trace) -> Array:
 def layer_efficiency(trace: Trace, ceilings: Ceilings | None) -> Array:
     """Roof ÷ measured of each layer in each step, as `layer_times` arranges them; NaN where it is not known."""
     grid = layer_grid(trace)
-    spans = first_rank(trace.table("spans")).take(pa.array(grid.row))
+    spans = grid.spans
     host, device = numbers(spans, "host_ns"), numbers(spans, "device_ns")
     measured = grid.add_up(np.where(np.isnan(device), host, device))
     flops = grid.add_up(numbers(spans, "flops"))

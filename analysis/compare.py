@@ -9,10 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from . import noise
+from . import noise, queries
+from .blocks import first_rank
 from .latency import top_calls, tpot_ns, ttft_ns, warm_calls
 from .noise import Difference, Values
 from .schema import PHASES
+from .stage_sums import places_of, step_stages
 from .trace import Trace
 
 # What decides whether runs do the same work; each with what it makes incomparable.
@@ -203,15 +205,10 @@ class _Side:
         for trace in traces:
             steps = _counted(trace)
             counts += pc.count_distinct(steps["call"]).as_py()
-            spans = _placed(trace, steps)
+            times = _stage_times(trace, steps)
             _collect(phases, _series(steps, ["phase"], "wall_ns"))
-            top = spans.filter(pc.is_null(spans["parent"]))
-            parts = spans.filter(
-                pc.and_(pc.is_valid(spans["part"]), pc.is_in(spans["parent"], value_set=_values(top["span"])))
-            )
-            _collect(stages, _series(top.drop_columns("part"), ["phase", "stage"], "host_ns", (None,)))
-            _collect(stages, _series(parts, ["phase", "stage", "part"], "host_ns"))
-            for place, mean in _per_step(top, parts):
+            _collect(stages, _series(times, ["phase", "stage", "part"], "host_ns"))
+            for place, mean in _per_step(places_of(trace, steps), times):
                 layers.setdefault(place, []).append(mean)
         tpots = [value for call in calls if (value := tpot_ns(call)) is not None]
         return cls(
@@ -229,7 +226,7 @@ class _Side:
 def _counted(trace: Trace) -> pa.Table:
     """The top-level steps that statistics count, of calls that gave tokens; of loops by hand where there are none."""
     names = ["step", "call", "phase", "parent_step", "warmup", "discarded", "wall_ns", "kv_len_before"]
-    steps = trace.table("steps").select(names).sort_by("step")
+    steps = first_rank(trace.table("steps", ["rank", *names])).select(names).sort_by("step")
     steps = steps.set_column(2, "phase", steps["phase"].cast(pa.string())).filter(pc.is_null(steps["parent_step"]))
     known = [call["call"] for call in top_calls(trace)]
     if known:
@@ -246,17 +243,18 @@ def _loops(steps: pa.Table) -> list[int]:
     return list(accumulate(int(phase == PREFILL and not cached) for phase, cached in pairs))
 
 
-def _placed(trace: Trace, steps: pa.Table) -> pa.Table:
-    """The spans of those steps, with their call."""
-    names = ["step", "span", "parent", "stage", "layer", "part", "host_ns"]
-    spans = trace.table("spans").select(names)
-    for name in ("stage", "part"):
-        spans = spans.set_column(names.index(name), name, spans[name].cast(pa.string()))
-    return spans.join(steps.select(["step", "call", "phase"]), keys="step", join_type="inner")
+def _stage_times(trace: Trace, steps: pa.Table) -> pa.Table:
+    """Time of each stage and part in each of those steps, with its call; the longest-named keys are null on none."""
+    stages = step_stages(trace)
+    stages = first_rank(stages) if "rank" in stages.column_names else stages
+    return queries.call_stages(stages, steps, ()).collect("pyarrow").to_native()
 
 
-def _series(rows: pa.Table, by: list[str], column: str, rest: tuple[None, ...] = ()) -> dict[Any, list[Values]]:
-    """By key, for each call, the values of its steps; a prefill in several steps counts as one."""
+def _series(rows: pa.Table, by: list[str], column: str) -> dict[Any, list[Values]]:
+    """By key, for each call, the values of its steps; a prefill in several steps counts as one.
+
+    Of a stage as a whole the part in the key is null.
+    """
     sums = (
         rows.group_by(["call", "step", *by])
         .aggregate([(column, "sum")])
@@ -265,7 +263,7 @@ def _series(rows: pa.Table, by: list[str], column: str, rest: tuple[None, ...] =
     found: dict[Any, dict[int, list[float]]] = {}
     columns = (sums[name].to_pylist() for name in ("call", f"{column}_sum", *by))
     for call, value, *key in zip(*columns, strict=True):
-        found.setdefault((*key, *rest), {}).setdefault(call, []).append(float(value))
+        found.setdefault(tuple(word or None for word in key), {}).setdefault(call, []).append(float(value))
     return {
         key: [np.array([sum(values)] if key[0] == PREFILL else values) for values in calls.values()]
         for key, calls in found.items()
@@ -277,25 +275,21 @@ def _collect(into: dict[Any, list[Values]], series: dict[Any, list[Values]]) -> 
         into.setdefault(key, []).extend(calls)
 
 
-def _per_step(top: pa.Table, parts: pa.Table) -> Iterable[tuple[_LayerKey, float]]:
+def _per_step(places: list[dict[str, Any]], times: pa.Table) -> Iterable[tuple[_LayerKey, float]]:
     """Mean time in each place of a recorded step, or of a whole prefill: in a layer's parts, else the whole stage."""
-    counts = dict(_recorded(top))
-    split = set(zip(parts["phase"].to_pylist(), parts["stage"].to_pylist(), strict=True))
-    for rows, names in ((parts, ["phase", "stage", "layer", "part"]), (top, ["phase", "stage", "layer"])):
-        for row in rows.group_by(names).aggregate([("host_ns", "sum")]).to_pylist():
-            key = (row["phase"], row["stage"])
-            if ("part" in row or key not in split) and row["host_ns_sum"] is not None:
-                yield (*key, row["layer"], row.get("part")), row["host_ns_sum"] / counts[row["phase"]]
+    counts = dict(_recorded(times))
+    split = {(row["phase"], row["stage"]) for row in places if row["part"]}
+    for row in places:
+        key = (row["phase"], row["stage"])
+        if row["part"] or key not in split:
+            layer = row["layer"] if row["layer"] >= 0 else None
+            yield (*key, layer, row["part"] or None), row["host_ns"] / counts[row["phase"]]
 
 
-def _recorded(top: pa.Table) -> Iterable[tuple[str, int]]:
+def _recorded(times: pa.Table) -> Iterable[tuple[str, int]]:
     """How many steps have spans, with `--every` fewer than ran; a prefill in several steps counts as one."""
-    for row in top.group_by("phase").aggregate([("step", "count_distinct"), ("call", "count_distinct")]).to_pylist():
+    for row in times.group_by("phase").aggregate([("step", "count_distinct"), ("call", "count_distinct")]).to_pylist():
         yield row["phase"], row["call_count_distinct" if row["phase"] == PREFILL else "step_count_distinct"]
-
-
-def _values(column: pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
 def _peak(trace: Trace) -> int | None:

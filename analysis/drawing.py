@@ -1,5 +1,7 @@
 """What the figures share: the house look, units that suit an axis, the figure that says why it is empty."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import plotly.graph_objects as go
 
@@ -7,10 +9,51 @@ from . import units
 from .blocks import Array
 
 INK, FAINT = "#24292f", "rgba(120,130,145,0.25)"
+MAX_POINTS = 2_000  # along an axis: no screen has more, and a page of a long run stays small
 MARGIN = {"l": 56, "r": 12, "t": 34, "b": 44}
 # d3's own notation: three significant digits, thousands separated, never an exponent
 DIGITS = ",.3~r"
 PLAIN_TICKS = {"exponentformat": "none", "separatethousands": True}
+
+
+@dataclass(frozen=True)
+class Bins:
+    """`size` neighbours of `count` as one point, the last of what is left; of few each is a point."""
+
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, count: int) -> "Bins":
+        """So many that there are `MAX_POINTS` at most."""
+        return cls(count, max(1, -(-count // MAX_POINTS)))
+
+    @property
+    def first(self) -> Array:
+        """Where each point begins."""
+        return np.arange(0, self.count, self.size)
+
+    @property
+    def last(self) -> Array:
+        """Where each point ends, itself included."""
+        return np.minimum(self.first + self.size, self.count) - 1
+
+    def mean(self, values: Array) -> Array:
+        """The mean of each point along the last axis, of what is known; NaN where nothing is."""
+        if self.size == 1:
+            return values
+        known = ~np.isnan(values)
+        total = np.add.reduceat(np.where(known, values, 0), self.first, axis=-1)
+        with np.errstate(invalid="ignore"):
+            return total / np.add.reduceat(known.astype(np.int64), self.first, axis=-1)
+
+    def title(self, what: str, how: str) -> str:
+        """The name of the axis, which says where a point is not one of `what`."""
+        return what if self.size == 1 else f"{what} ({how.format(f'{self.size:,}')})"
+
+    def hover(self, what: str) -> str:
+        """What a point is called when it is pointed at."""
+        return f"{what} %{{x}}" if self.size == 1 else f"{self.size:,} {what}s from %{{x}} on"
 
 
 def time_unit(typical_ns: float) -> tuple[float, str]:

@@ -14,12 +14,13 @@ import pyarrow as pa
 
 from . import units
 from .blocks import Array, Block, first_rank, layer_times, numbers, ordered_blocks, step_rows, step_times
-from .breakdown import OWN, breakdown
+from .breakdown import breakdown
 from .ceilings import of_manifest
 from .cells import layer_efficiency
-from .drawing import DIGITS, INK, PLAIN_TICKS, byte_unit, color_range, cut_axis, empty, style, time_unit
+from .drawing import DIGITS, INK, PLAIN_TICKS, Bins, byte_unit, color_range, cut_axis, empty, style, time_unit
 from .kv_form import kv_form
 from .latency import percentile
+from .queries import OWN
 from .trace import Trace
 
 MAX_BARS = 240
@@ -36,14 +37,16 @@ def timeline(trace: Trace) -> go.Figure:
     if not len(times):
         return empty("No steps were recorded.")
     scale, unit = time_unit(float(np.median(times.wall_ns)))
+    bins = Bins.of(len(times))
+    time_ns = bins.mean(times.time_ns.T).T
     figure = go.Figure()
     shape = _bar if len(times) <= MAX_BARS else _area
-    for block, column in zip(times.blocks, times.time_ns.T, strict=True):
-        figure.add_trace(shape(times.step, (column / scale).astype(np.float32), block, unit))
-    style(figure, "step", unit)
+    for block, column in zip(times.blocks, time_ns.T, strict=True):
+        figure.add_trace(shape(times.step[bins.first], (column / scale).astype(np.float32), block, unit))
+    style(figure, bins.title("step", "each point is the mean of {} steps"), unit)
     figure.update_layout(barmode="stack", bargap=0.12 if len(times) <= MAX_BARS else 0, hovermode="x unified")
-    figure.update_xaxes(unifiedhovertitle_text="step %{x}")
-    cut_axis(figure, times.time_ns.sum(axis=1), scale)
+    figure.update_xaxes(unifiedhovertitle_text=bins.hover("step"))
+    cut_axis(figure, time_ns.sum(axis=1), scale)
     return figure
 
 
@@ -52,38 +55,41 @@ def heat_map(trace: Trace) -> go.Figure:
     steps, layers, time_ns = layer_times(trace)
     if not len(steps):
         return empty("No layer's time was recorded.")
+    bins = Bins.of(len(steps))
+    time_ns = bins.mean(time_ns)
     low, high = color_range(time_ns[~np.isnan(time_ns)])
     scale, unit = time_unit(high)
-    return _grid(steps, layers, time_ns / scale, unit, low / scale, high / scale)
+    return _grid(steps, layers, bins, time_ns / scale, unit, low / scale, high / scale)
 
 
 def heat_map_efficiency(trace: Trace) -> go.Figure:
     """Draw how much of each layer's time in each step its roof accounts for: roof ÷ measured, in percent."""
     ceilings, _ = of_manifest(trace.meta)
     steps, layers, _ = layer_times(trace)
-    percent = layer_efficiency(trace, ceilings) * 100
+    bins = Bins.of(len(steps))
+    percent = bins.mean(layer_efficiency(trace, ceilings) * 100)
     known = percent[~np.isnan(percent)]
     if not len(known):
         return empty("No layer's efficiency is known: it takes counts of its work and the device's ceilings.")
-    return _grid(steps, layers, percent, "%", 0.0, max(100.0, float(known.max())))
+    return _grid(steps, layers, bins, percent, "%", 0.0, max(100.0, float(known.max())))
 
 
-def _grid(steps: Array, layers: Array, cells: Array, unit: str, low: float, high: float) -> go.Figure:
+def _grid(steps: Array, layers: Array, bins: Bins, cells: Array, unit: str, low: float, high: float) -> go.Figure:
     figure = go.Figure(
         go.Heatmap(
-            x=steps,
+            x=steps[bins.first],
             y=layers,
             z=cells.astype(np.float32),
             zmin=low,
             zmax=high,
             colorscale="Cividis",
             hoverongaps=False,
-            hovertemplate=f"step %{{x}}, layer %{{y}}<br>%{{z:{DIGITS}}} {unit}<extra></extra>",
+            hovertemplate=f"{bins.hover('step')}, layer %{{y}}<br>%{{z:{DIGITS}}} {unit}<extra></extra>",
             colorbar={"title": {"text": unit, "side": "top"}, "thickness": 10, "outlinewidth": 0, "len": 1}
             | PLAIN_TICKS,
         )
     )
-    style(figure, "step", "layer")
+    style(figure, bins.title("step", "each column is the mean of {} steps"), "layer")
     figure.update_yaxes(showgrid=False, rangemode="normal", tickformat="d")
     figure.update_layout(margin={"t": 12})
     return figure
@@ -142,13 +148,15 @@ class Line:
 def _byte_lines(steps: pa.Table, lines: list[Line]) -> go.Figure:
     """Draw lines over the steps, broken where a call ends."""
     scale, unit = byte_unit(max(float(np.nanmax(line.values)) for line in lines if not np.isnan(line.values).all()))
-    starts = np.flatnonzero(np.diff(numbers(steps, "call"))) + 1
+    bins = Bins.of(len(steps))
+    shown = steps.take(pa.array(bins.last))
+    starts = np.flatnonzero(np.diff(numbers(shown, "call"))) + 1
     figure = go.Figure()
     for line in lines:
         figure.add_trace(
             go.Scatter(
-                x=np.insert(steps["step"].to_numpy().astype(np.float64), starts, np.nan),
-                y=np.insert(line.values / scale, starts, np.nan).astype(np.float32),
+                x=np.insert(shown["step"].to_numpy().astype(np.float64), starts, np.nan),
+                y=np.insert(line.values[bins.last] / scale, starts, np.nan).astype(np.float32),
                 name=line.name,
                 mode="lines+markers" if len(steps) < 3 else "lines",
                 line={"color": line.color, "width": line.width, "shape": "hv", "dash": line.dash},
@@ -156,7 +164,7 @@ def _byte_lines(steps: pa.Table, lines: list[Line]) -> go.Figure:
                 meta={"ink": line.ink},
             )
         )
-    style(figure, "step", unit)
+    style(figure, bins.title("step", "one of {} is drawn"), unit)
     figure.update_layout(hovermode="x unified")
     figure.update_xaxes(unifiedhovertitle_text="after step %{x}")
     return figure
@@ -204,15 +212,16 @@ def token_latency(trace: Trace) -> go.Figure:
     every = np.sort(np.concatenate(list(gaps.values())))
     scale, unit = time_unit(float(np.median(every)))
     figure = go.Figure()
-    for line in _gap_lines(gaps, scale, unit):
+    bins = Bins.of(max(map(len, gaps.values())))
+    for line in _gap_lines(gaps, bins, scale, unit):
         figure.add_trace(line)
     levels = {name: percentile(every.tolist(), fraction) or 0.0 for name, fraction in (("p50", 0.5), ("p95", 0.95))}
     for level in levels.values():
         figure.add_hline(level / scale, line={"color": INK, "width": 1, "dash": "dot"})
     dotted = ", ".join(f"{name} {units.time(level)}" for name, level in levels.items())
-    style(figure, f"new token<br>dotted: {dotted}", unit)
+    style(figure, f"{bins.title('new token', 'each point is the mean of {} tokens')}<br>dotted: {dotted}", unit)
     figure.update_layout(hovermode="x unified", showlegend=len(gaps) > 1)
-    figure.update_xaxes(unifiedhovertitle_text="new token %{x}")
+    figure.update_xaxes(unifiedhovertitle_text=bins.hover("new token"))
     if max(map(len, gaps.values())) <= FEW_TOKENS:
         figure.update_xaxes(dtick=1)  # there is no token one and a half
     cut_axis(figure, every, scale)
@@ -221,7 +230,7 @@ def token_latency(trace: Trace) -> go.Figure:
 
 def token_gaps(trace: Trace) -> dict[int, Array]:
     """Times in ns between kept tokens of the longest sequence, for each call that gave two or more."""
-    tokens = first_rank(trace.table("tokens"))
+    tokens = first_rank(trace.table("tokens", ["rank", "call", "sequence", "arrival_ns", "kept"]))
     call, sequence, arrival = (numbers(tokens, name) for name in ("call", "sequence", "arrival_ns"))
     kept = np.asarray(tokens["kept"].fill_null(False).to_numpy()).astype(bool) & ~np.isnan(arrival)
     kept &= np.isin(call, np.unique(numbers(step_rows(trace), "call")))
@@ -264,14 +273,14 @@ def _area(x: Array, y: Array, block: Block, unit: str) -> go.Scatter:
     )
 
 
-def _gap_lines(gaps: dict[int, Array], scale: float, unit: str) -> list[go.Scatter]:
+def _gap_lines(gaps: dict[int, Array], bins: Bins, scale: float, unit: str) -> list[go.Scatter]:
     """A line a call, or for many calls the median and the range from p5 to p95 at each token."""
     hover = f"%{{y:{DIGITS}}} {unit}"
     if len(gaps) <= MAX_LINES:
         return [
             go.Scatter(
-                x=np.arange(1, len(gap) + 1),
-                y=(gap / scale).astype(np.float32),
+                x=Bins(len(gap), bins.size).first + 1,
+                y=(Bins(len(gap), bins.size).mean(gap) / scale).astype(np.float32),
                 name=f"call {call}",
                 mode="lines" if len(gap) > 1 else "markers",
                 line={"width": 1.5, "color": _LINES[i]},
@@ -282,8 +291,8 @@ def _gap_lines(gaps: dict[int, Array], scale: float, unit: str) -> list[go.Scatt
     table = np.full((len(gaps), max(map(len, gaps.values()))), np.nan)
     for line, gap in zip(table, gaps.values(), strict=True):
         line[: len(gap)] = gap / scale
-    low, middle, high = np.nanpercentile(table, (5, 50, 95), axis=0)
-    x = np.arange(1, table.shape[1] + 1)
+    low, middle, high = np.nanpercentile(bins.mean(table), (5, 50, 95), axis=0)
+    x = bins.first + 1
     edge: dict[str, Any] = {
         "x": x,
         "mode": "lines",

@@ -7,6 +7,8 @@ from .blocks import Array, numbers, step_rows
 from .trace import Trace
 
 WHOLE = {"full", "static"}
+# What is asked of the cache here and by those who compare it with the form: read at once.
+KV_COLUMNS = ("step", "layer", "kind", "length", "logical_bytes", "dtype")
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -37,7 +39,7 @@ def kv_form(trace: Trace) -> KVForm | None:
     """
     config = (trace.meta.get("model") or {}).get("config") or {}
     config = config.get("text_config") or config
-    cache = trace.table("kv").select(["layer", "kind", "dtype"])
+    cache = trace.table("kv", KV_COLUMNS)
     kinds, dtypes = set(cache["kind"].unique().to_pylist()), cache["dtype"].unique().to_pylist()
     heads, width = _whole(config, "num_key_value_heads"), _head_width(config)
     layers = len(cache["layer"].unique())

@@ -39,11 +39,11 @@ class KVUse:
 def kv_use(trace: Trace) -> KVUse | None:
     """What the last call's cache was used for; null where a trace has no step with one."""
     steps = _last_call(trace)
-    if not steps or not steps[-1]["kv_bytes"]:
+    last = steps.take([len(steps) - 1]).to_pylist()[0] if len(steps) else {}
+    if not last.get("kv_bytes"):
         return None
-    last = steps[-1]
-    held, copies = last["kv_allocated_bytes"], [step["kv_copy_bytes"] for step in steps]
-    copied = None if None in copies else sum(copies)
+    held, copies = last["kv_allocated_bytes"], steps["kv_copy_bytes"]
+    copied = None if copies.null_count else pc.sum(copies).as_py()
     checked, apart = _against(trace, kv_form(trace))
     return KVUse(
         bytes_=last["kv_bytes"],
@@ -57,20 +57,19 @@ def kv_use(trace: Trace) -> KVUse | None:
     )
 
 
-def _last_call(trace: Trace) -> list[dict[str, Any]]:
+def _last_call(trace: Trace) -> pa.Table:
     """The main steps of the last call at the top level, in order."""
     names = ["step", "call", "role", "parent_step", "discarded", "batch", "kv_len_after", "kv_bytes"]
-    names += ["kv_allocated_bytes", "kv_copy_bytes"]
-    rows = trace.table("steps").select(names).to_pylist()
-    main = [row for row in rows if row["role"] == "main" and row["parent_step"] is None and not row["discarded"]]
-    last = max((row["call"] for row in main), default=None)
-    return sorted((row for row in main if row["call"] == last), key=lambda row: row["step"])
+    steps = trace.table("steps", [*names, "kv_allocated_bytes", "kv_copy_bytes"])
+    is_used = pc.and_(pc.is_null(steps["parent_step"]), pc.invert(pc.fill_null(steps["discarded"], False)))
+    main = steps.filter(pc.and_(pc.equal(steps["role"], "main"), is_used))
+    return main.filter(pc.equal(main["call"], pc.max(main["call"]))).sort_by("step")
 
 
 def _padding_bytes(trace: Trace, last: dict[str, Any]) -> int | None:
     """Bytes of the prompts' padding: its positions times what a position of one sequence takes on average."""
     positions = (last["batch"] or 0) * (last["kv_len_after"] or 0)
-    kinds = set(trace.table("kv")["kind"].unique().to_pylist())
+    kinds = set(pc.unique(trace.table("kv", ["kind"])["kind"]).to_pylist())
     if not positions or not kinds or not kinds <= WHOLE:
         return None
     tokens = trace.table("tokens").select(["call", "sequence", "source", "kept"])
@@ -87,7 +86,7 @@ def _is(column: pa.ChunkedArray, word: str) -> pa.ChunkedArray:
 
 
 def _largest_layer(trace: Trace, step: int) -> int | None:
-    kv = trace.table("kv").select(["step", "logical_bytes"])
+    kv = trace.table("kv", ["step", "logical_bytes"])
     largest: int | None = pc.max(kv.filter(pc.equal(kv["step"], step))["logical_bytes"]).as_py()
     return largest
 
@@ -96,9 +95,10 @@ def _against(trace: Trace, form: KVForm | None) -> tuple[int | None, int | None]
     """How many layers of steps there are, and how many of them differ from batch × length × bytes of a position."""
     if form is None:
         return None, None
-    batch = {row["step"]: row["batch"] for row in trace.table("steps").select(["step", "batch"]).to_pylist()}
-    rows = trace.table("kv").select(["step", "length", "logical_bytes"]).to_pylist()
-    of_layer = form.position_bytes // form.layers
-    known = [row for row in rows if None not in row.values() and batch.get(row["step"]) is not None]
-    apart = sum(row["logical_bytes"] != batch[row["step"]] * row["length"] * of_layer for row in known)
-    return len(known), apart
+    steps = trace.table("steps", ["step", "batch"])
+    rows = trace.table("kv", ["step", "length", "logical_bytes"])
+    place = pc.index_in(rows["step"], value_set=steps["step"].combine_chunks())
+    batch = steps["batch"].take(place)
+    held = pc.multiply(pc.multiply(rows["length"].cast(pa.int64()), batch), form.position_bytes // form.layers)
+    same = pc.equal(rows["logical_bytes"], held)
+    return pc.count(same).as_py(), pc.sum(pc.invert(same)).as_py() or 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from .stage_sums import loose_spans
 from .trace import Trace
 
 
@@ -51,10 +52,15 @@ class Latency:
     decode_tokens_per_s: float | None
 
 
-def latency(trace: Trace) -> Latency:
-    """Compute the latency of a trace over its calls of `generate` that gave tokens."""
+def latency(trace: Trace, split: bool = True) -> Latency:
+    """Compute the latency of a trace over its calls of `generate` that gave tokens.
+
+    Args:
+        trace: the trace.
+        split: also where the time to the first token went, which takes reading the spans.
+    """
     calls = top_calls(trace)
-    steps = _top_steps(trace)
+    steps = _notable_steps(trace)
     gaps = sorted(_gaps(trace, {call["call"] for call in calls}, {row["step"] for row in steps if row["warmup"]}))
     warm = warm_calls(trace)
     prefill_ns = _prefill_ns(steps)
@@ -64,7 +70,7 @@ def latency(trace: Trace) -> Latency:
         new_tokens=sum(calls[0]["new_tokens"]) if calls else None,
         sequences=calls[0]["sequences"] if calls else None,
         ttft_ns=_median([ttft_ns(call) for call in warm]),
-        first_token=_first_token(trace, warm, steps),
+        first_token=_first_token(trace, warm, steps) if split else None,
         tpot_ns=_median([value for call in calls if (value := tpot_ns(call)) is not None]),
         itl_p50_ns=percentile(gaps, 0.50),
         itl_p90_ns=percentile(gaps, 0.90),
@@ -89,7 +95,7 @@ def top_calls(trace: Trace) -> list[dict[str, Any]]:
 def warm_calls(trace: Trace) -> list[dict[str, Any]]:
     """Those of the calls whose prefill was not cold; all of them where it was in each."""
     calls = top_calls(trace)
-    cold = {row["call"] for row in _top_steps(trace) if row["warmup"] and row["phase"] == "prefill"}
+    cold = {row["call"] for row in _notable_steps(trace) if row["warmup"] and row["phase"] == "prefill"}
     return [call for call in calls if call["call"] not in cold] or calls
 
 
@@ -145,15 +151,14 @@ def _first_token(trace: Trace, calls: list[dict[str, Any]], steps: list[dict[str
 
 def _tokenize_ns(trace: Trace, start_ns: int, end_ns: int) -> int:
     """Time of the tokenize spans that began within a request, before its first token."""
-    spans = trace.table("spans").select(["stage", "start_ns", "host_ns"])
-    rows = spans.filter(pc.equal(spans["stage"].cast("string"), "tokenize")).to_pylist()
+    rows = [row for row in loose_spans(trace).to_pylist() if row["stage"] == "tokenize"]
     return sum(row["host_ns"] for row in rows if start_ns <= row["start_ns"] < end_ns)
 
 
 def _gaps(trace: Trace, calls: set[int], cold: set[int]) -> list[int]:
     """Times between consecutive tokens of the longest sequence of each call, those that cold steps ended left out."""
     arrivals: dict[tuple[int, int], list[tuple[int, bool]]] = {}
-    tokens = trace.table("tokens").select(["call", "sequence", "kept", "step", "arrival_ns"])
+    tokens = trace.table("tokens", ["call", "sequence", "kept", "step", "arrival_ns"])
     for call, sequence, kept, step, arrival in zip(*(column.to_pylist() for column in tokens.columns), strict=True):
         if call in calls and kept and arrival is not None:
             arrivals.setdefault((call, sequence), []).append((arrival, step in cold))
@@ -169,9 +174,17 @@ def _gaps(trace: Trace, calls: set[int], cold: set[int]) -> list[int]:
     ]
 
 
-def _top_steps(trace: Trace) -> list[dict[str, Any]]:
+def _notable_steps(trace: Trace) -> list[dict[str, Any]]:
+    """The top-level steps of prefill, and cold ones: of a long run a few."""
+    return trace.once("notable_steps", lambda: _read_notable_steps(trace))
+
+
+def _read_notable_steps(trace: Trace) -> list[dict[str, Any]]:
     names = ["step", "call", "phase", "parent_step", "warmup", "wall_ns", "prepare_ns", "forward_ns", "sample_ns"]
-    return [row for row in trace.table("steps").select(names).to_pylist() if row["parent_step"] is None]
+    steps = trace.table("steps", names)
+    notable = pc.or_(pc.equal(steps["phase"], "prefill"), pc.fill_null(steps["warmup"], False))
+    rows: list[dict[str, Any]] = steps.filter(pc.and_(pc.is_null(steps["parent_step"]), notable)).to_pylist()
+    return rows
 
 
 def _prefill_ns(steps: list[dict[str, Any]]) -> dict[int, int]:

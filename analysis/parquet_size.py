@@ -6,6 +6,7 @@ protocol, of which this is the part that Parquet uses (parquet-format, `parquet.
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +17,10 @@ MAX_HEADER_BYTES = 2**16
 MAX_PAGES = 2**14
 MAX_DEPTH = 24
 VALUE_BYTES = 8
+FIRST_LOOK_BYTES = 512  # a page's header is seldom longer
 # Numbers of fields in parquet.thrift.
-ROW_GROUPS, COLUMNS, COLUMN_META = 4, 1, 3
+SCHEMA, ROW_GROUPS, COLUMNS, COLUMN_META = 2, 4, 1, 3
+ELEMENT_NAME, CHILDREN = 4, 5
 CODES_BYTES, DATA_PAGE_OFFSET, DICTIONARY_PAGE_OFFSET = 7, 9, 11
 UNCOMPRESSED_BYTES, COMPRESSED_BYTES = 2, 3
 PAGE_HEADERS = (5, 7, 8)  # of a data page, of a dictionary, of a data page of version 2; each with its value count
@@ -30,8 +33,8 @@ class BadParquet(ValueError):
     """A file that is no Parquet, or one whose headers contradict it."""
 
 
-def decoded_bytes(path: Path) -> int:
-    """The bytes of all pages unpacked, and of the values that they stand for.
+def decoded_bytes(path: Path, columns: Collection[str] | None = None) -> int:
+    """The bytes of all pages unpacked, and of the values that they stand for; of some columns or of all.
 
     Raises:
         BadParquet: the file is damaged.
@@ -39,7 +42,7 @@ def decoded_bytes(path: Path) -> int:
     """
     with path.open("rb") as file:
         walk = _Walk(file, os.fstat(file.fileno()).st_size)
-        return sum(walk.chunk(chunk) for chunk in walk.chunks())
+        return sum(walk.chunk(chunk) for name, chunk in walk.chunks() if columns is None or name in columns)
 
 
 @dataclass
@@ -50,8 +53,11 @@ class _Walk:
     size: int
     pages: int = 0
 
-    def chunks(self) -> list[Struct]:
-        """What the footer says of each column of each row group."""
+    def chunks(self) -> list[tuple[str, Struct]]:
+        """What the footer says of each column of each row group, with the column's name.
+
+        A reader finds a column by its place in the schema, whatever the chunk calls itself.
+        """
         self.file.seek(max(0, self.size - 8))
         tail = self.file.read(8)
         length = int.from_bytes(tail[:4], "little")
@@ -59,8 +65,15 @@ class _Walk:
             raise BadParquet("it has no Parquet footer")
         self.file.seek(self.size - 8 - length)
         footer, _ = read_struct(self.file.read(length))
-        groups = _structs(footer.get(ROW_GROUPS, []))
-        return [_struct(column.get(COLUMN_META)) for group in groups for column in _structs(group.get(COLUMNS, []))]
+        names = _leaf_columns(_structs(footer.get(SCHEMA, [])))
+        groups = [_structs(group.get(COLUMNS, [])) for group in _structs(footer.get(ROW_GROUPS, []))]
+        if any(len(group) != len(names) for group in groups):
+            raise BadParquet("its footer is damaged")
+        return [
+            (name, _struct(column.get(COLUMN_META)))
+            for group in groups
+            for name, column in zip(names, group, strict=True)
+        ]
 
     def chunk(self, meta: Struct) -> int:
         """Memory of one column of one row group, page by page."""
@@ -71,14 +84,46 @@ class _Walk:
             raise BadParquet("a column of it lies outside of the file")
         at, end, total = start, start + length, 0
         while at < end:
-            self.file.seek(at)
-            header, header_bytes = read_struct(self.file.read(min(MAX_HEADER_BYTES, end - at)))
+            header, header_bytes = self.header(at, end)
             total += _page_bytes(header)
             at += header_bytes + _count(header.get(COMPRESSED_BYTES))
             self.pages += 1
             if self.pages > MAX_PAGES:
                 raise BadParquet("it has more pages than any file of lifetrace")
         return total
+
+    def header(self, at: int, end: int) -> tuple[Struct, int]:
+        """A page's header and its length; most are short."""
+        for size in (FIRST_LOOK_BYTES, MAX_HEADER_BYTES):
+            self.file.seek(at)
+            data = self.file.read(min(size, end - at))
+            try:
+                return read_struct(data)
+            except BadParquet:
+                if len(data) < size or size == MAX_HEADER_BYTES:
+                    raise
+        raise AssertionError  # the last size returns or raises
+
+
+def _leaf_columns(elements: list[Struct]) -> list[str]:
+    """The column that each leaf of the schema belongs to: a list of numbers is one column of one leaf, deeper down."""
+    found: list[str] = []
+    place = 1  # the first element is the root
+
+    def leaves(depth: int) -> int:
+        nonlocal place
+        if place >= len(elements) or depth > MAX_DEPTH:
+            raise BadParquet("its schema is damaged")
+        element = elements[place]
+        place += 1
+        return sum(leaves(depth + 1) for _ in range(_count(element.get(CHILDREN, 0)))) or 1
+
+    while place < len(elements):
+        name = elements[place].get(ELEMENT_NAME)
+        if not isinstance(name, bytes):
+            raise BadParquet("its schema is damaged")
+        found += [name.decode("utf-8", "replace")] * leaves(0)
+    return found
 
 
 def _page_bytes(header: Struct) -> int:
@@ -146,9 +191,9 @@ class _Reader:
         if kind in (LIST, SET):
             return self.items(depth + 1)
         if kind == BINARY:
-            return self.skip(self.varint())
+            return self.take(self.varint())
         if kind == DOUBLE:
-            return self.skip(8)
+            return self.take(8)
         if kind in (BYTE, TRUE, FALSE):
             return self.byte()
         raise BadParquet("a header of it holds what Parquet has not")
@@ -180,8 +225,8 @@ class _Reader:
         self.at += 1
         return byte
 
-    def skip(self, count: int) -> None:
-        """Texts and fractions are not needed."""
+    def take(self, count: int) -> bytes:
         self.at += count
         if self.at > len(self.data):
             raise IndexError
+        return self.data[self.at - count : self.at]

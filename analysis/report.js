@@ -75,6 +75,7 @@
   for (const one of data.calls) one.rows = unpack(one.rows);
   const call = () => data.calls[state.call];
   const place = (row) => call().rows.indexOf(row);
+  // a page that leaves steps out says what came before each that it holds
   const rowBefore = (row) => place(row) > 0 ? call().rows[place(row) - 1] : -1;
   const lastRow = () => call().rows[call().rows.length - 1];
   const parted = blocks.some((block) => !OUTSIDE.has(block.key) && block.key !== "layer");
@@ -85,6 +86,7 @@
 
   function stepName(row) {
     if (steps.prefill[row]) return "Prefill";
+    if (steps.number) return `Decode ${steps.number[row].toLocaleString("en-US")}`;
     const decodes = call().rows.reduce((n, i) => n + (i <= row && !steps.prefill[i]), 0);
     return `Decode ${decodes.toLocaleString("en-US")}`;
   }
@@ -133,7 +135,7 @@
   /** What goes into a step (its prompt positions, or what the step before chose) and what comes out. */
   function tokensOfStep(row) {
     const [from, to] = tokenRange(), step = steps.step[row];
-    const before = rowBefore(row) >= 0 ? steps.step[rowBefore(row)] : null;
+    const before = steps.before ? steps.before[row] : rowBefore(row) >= 0 ? steps.step[rowBefore(row)] : null;
     const found = { past: [], into: [], out: [] };
     for (let i = from; i < to; i++) {
       const of = tokens.step[i];
@@ -251,7 +253,7 @@
     const line = (angle, n) => `repeating-linear-gradient(${angle}, transparent 0 calc(100% / ${n} - 1px), var(--paper) calc(100% / ${n} - 1px) calc(100% / ${n}))`;
     const grids = [most <= 128 ? line("90deg", most) : null, data.layers > 1 && data.layers <= 24 ? line("180deg", data.layers) : null];
     $("kvbox").style.setProperty("--grid", grids.filter(Boolean).join(",") || "none");
-    const held = steps.kv_bytes[row], earlier = rowBefore(row) >= 0 ? steps.kv_bytes[rowBefore(row)] : 0;
+    const held = steps.kv_bytes[row], earlier = steps.kv_before ? steps.kv_before[row] : rowBefore(row) >= 0 ? steps.kv_bytes[rowBefore(row)] : 0;
     const added = held - earlier;
     $("kvtext").textContent = missing(after) && missing(held)
       ? "No KV cache was seen."
@@ -676,11 +678,18 @@
   }
 
   function chooseStep(step) {
-    const row = steps.step.indexOf(Math.round(step));
+    const row = steps.before ? nearest(step) : steps.step.indexOf(Math.round(step));
     if (row < 0) return;
     const owner = data.calls.findIndex((one) => one.rows.includes(row));
     if (owner >= 0 && owner !== state.call) chooseCall(owner, row);
     else select(row);
+  }
+
+  /** The row of the step that is nearest to one that the page may not hold; both come in order. */
+  function nearest(step) {
+    const after = steps.step.findIndex((one) => one >= step);
+    if (after < 0) return steps.step.length - 1;
+    return after > 0 && step - steps.step[after - 1] < steps.step[after] - step ? after - 1 : after;
   }
 
   function chooseCall(index, row) {

@@ -22,7 +22,7 @@ from .kv_use import kv_use
 from .latency import latency
 from .memory import memory, predicted
 from .operators import OperatorTime, operators
-from .report_data import json_block, page_data
+from .report_data import SLOWEST, json_block, page_data, steps_in_page
 from .report_verdict import further_rows, parts_text, phase_panels
 from .report_words import visible
 from .schema import PHASES
@@ -65,6 +65,7 @@ def render_report(trace: Trace) -> str:
         prompts=report_head.texts(trace, "prompt"),
         outputs=report_head.texts(trace, "output"),
         long_text=LONG_TEXT,
+        slowest=SLOWEST,
         panels=phase_panels(verdicts, where),
         further=further_rows(verdicts),
         parts_text=parts_text,
@@ -73,9 +74,10 @@ def render_report(trace: Trace) -> str:
         judged=any(cell.roof_ns is not None for row in rows for cell in (row.prefill, row.decode) if cell),
         scale=max((cell.share for row in rows for cell in (row.prefill, row.decode) if cell), default=1.0),
         steps=len(times),
+        steps_held=len(steps_in_page(times)),
         has_spans=bool(times.has_spans.any()),
-        has_tokens=len(trace.table("tokens")) > 0,
-        has_logprobs=len(trace.table("tokens")["logprob"].drop_null()) > 0,
+        has_tokens=len(trace.table("tokens", ["logprob"])) > 0,
+        has_logprobs=len(trace.table("tokens", ["logprob"])["logprob"].drop_null()) > 0,
         has_ceilings=verdicts.ceilings_source is not None,
         layers=report_words.layer_count(trace),
         kv_words=report_words.kv_sentence(trace, kv_form(trace)) + report_words.kv_use_sentence(kv_use(trace)),

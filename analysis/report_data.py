@@ -11,34 +11,80 @@ from markupsafe import Markup
 from . import blocks
 from .blocks import Array, SpanBlocks, StepTimes, codes, numbers
 from .ceilings import Ceilings, of_manifest
-from .cells import BOUNDS, CellVerdicts, cell_sum, cell_verdicts
+from .cells import BOUNDS, CellVerdicts, cell_sum, cell_verdicts, working_sets
 from .gallery import FIGURES
 from .report_words import layer_count, plural, stop_word, visible
 from .roofline import step_verdicts
 from .trace import Trace
 
+MAX_STEPS = 2_000
+SLOWEST = 20
 MAX_SPANS = 180_000
 MAX_LAYOUTS = 64
 MAX_TOKENS = 40_000
 WORK = ("weight_bytes", "kv_read_bytes", "kv_write_bytes", "kv_copy_bytes", "flops")
+SPAN_COLUMNS = (
+    "step", "span", "parent", "stage", "layer", "part", "module", "start_ns", "host_ns", "device_ns", "input_shape",
+    "output_shape", "op_count", "starved", *dict.fromkeys((*WORK, *blocks.SPAN_BYTES)),
+)  # fmt: skip
+TOKEN_COLUMNS = (
+    "rank", "call", "step", "sequence", "position", "token_id", "text", "source", "is_special", "kept", "arrival_ns",
+    "logprob", "entropy",
+)  # fmt: skip
 CHARTS = ("timeline", "roofline", "heatmap", "efficiency", "kv-growth", "memory", "token-latency")
 
 
-def page_data(trace: Trace, times: StepTimes) -> dict[str, Any]:
+def page_data(trace: Trace, all_times: StepTimes) -> dict[str, Any]:
     """Everything that `report.js` draws from: small facts as JSON, columns as packed arrays."""
-    steps = blocks.step_rows(trace)
-    spans = blocks.span_blocks(trace, times.step)
+    rows = steps_in_page(all_times)
+    steps, times = blocks.step_rows(trace), all_times.take(rows)
     ceilings, _ = of_manifest(trace.meta)
+    beside = _beside(steps, all_times, rows) if len(rows) < len(all_times) else {}
+    sets, steps = working_sets(trace)[rows], steps.take(pa.array(rows))
     return {
         "blocks": [[block.key, block.label, block.color] for block in times.blocks],
         "calls": _calls(trace, times),
-        "steps": _steps(steps, times),
+        "steps": _steps(steps, times) | beside,
         "time": _pack(times.time_ns.astype(np.float32)),
         "layers": layer_count(trace),
-        **_span_data(trace, times, spans, ceilings),
+        **_span_data(trace, times, sets, ceilings),
         "verdict": _step_verdicts(trace, times, ceilings),
         "tokens": _tokens(trace, times),
         "charts": {name: _chart(FIGURES[name](trace)) for name in CHARTS},
+    }
+
+
+def steps_in_page(times: StepTimes) -> Array:
+    """Rows of the steps that the page holds: all, or the ends of each call, prefill, the slowest, and some between.
+
+    The rest is spread evenly, so that the page of a long run is no larger than that of a short one.
+    """
+    count = len(times)
+    if count <= MAX_STEPS:
+        return np.arange(count)
+    first = np.unique(times.call, return_index=True)[1]
+    last = count - 1 - np.unique(times.call[::-1], return_index=True)[1]
+    slowest = np.argsort(-times.wall_ns)[:SLOWEST]
+    evenly = np.linspace(0, count - 1, MAX_STEPS).astype(np.int64)
+    spread = evenly[np.argsort(np.modf(np.arange(len(evenly)) * 0.6180339887)[0])]
+    order = np.concatenate([first, last, slowest, np.flatnonzero(times.prefill), spread])
+    return np.sort(np.array(list(dict.fromkeys(order.tolist()))[:MAX_STEPS]))
+
+
+def _beside(steps: pa.Table, times: StepTimes, rows: Array) -> dict[str, Any]:
+    """What a page that leaves steps out knows of each step's place in its call, and of the step before it."""
+    order = np.argsort(times.call, kind="stable")
+    is_first = np.concatenate([[True], np.diff(times.call[order]) != 0])
+    number, before = np.zeros(len(times), np.int64), np.full(len(times), -1)
+    decodes = np.cumsum(~times.prefill[order])
+    earlier = np.where(is_first, decodes - ~times.prefill[order], 0)
+    number[order] = decodes - np.maximum.accumulate(earlier)
+    before[order[1:]] = np.where(is_first[1:], -1, order[:-1])
+    has_one, at = before[rows] >= 0, before[rows]
+    return {
+        "number": _pack(number[rows].astype(np.int32)),
+        "before": _pack(np.where(has_one, times.step[at], -1).astype(np.int32)),
+        "kv_before": _pack(np.where(has_one, numbers(steps, "kv_bytes")[at], 0.0)),
     }
 
 
@@ -84,9 +130,11 @@ def _calls(trace: Trace, times: StepTimes) -> list[dict[str, Any]]:
     return found
 
 
-def _span_data(trace: Trace, times: StepTimes, spans: SpanBlocks, ceilings: Ceilings | None) -> dict[str, Any]:
+def _span_data(trace: Trace, times: StepTimes, sets: Array, ceilings: Ceilings | None) -> dict[str, Any]:
     """Work and shapes of each block in each step, and the spans of as many steps as fit."""
-    table = blocks.first_rank(trace.table("spans")).take(pa.array(spans.row))
+    table = blocks.spans_of_steps(trace, times.step, SPAN_COLUMNS)
+    spans = blocks.span_blocks(table, times.step)
+    table = table.take(pa.array(spans.row))
     inputs, texts = _shapes(table, "input_shape")
     outputs, more = _shapes(table, "output_shape")
     outputs = np.where(outputs >= 0, outputs + len(texts), -1)
@@ -97,7 +145,7 @@ def _span_data(trace: Trace, times: StepTimes, spans: SpanBlocks, ceilings: Ceil
     cell[place < 0] = size
     return {
         "work": {name: _work(table, name, cell, size) for name in WORK},
-        "bounds": _bounds(cell_verdicts(trace, table, cell, len(times.blocks), ceilings)),
+        "bounds": _bounds(cell_verdicts(trace, table, cell, sets, len(times.blocks), ceilings)),
         "shapes": {
             "texts": texts + more,
             "input": _pack(_at_cell(cell[::-1], inputs[::-1], size).astype(np.int32)),
@@ -131,7 +179,7 @@ def _step_verdicts(trace: Trace, times: StepTimes, ceilings: Ceilings | None) ->
     """The bound and efficiency of each whole step; null without ceilings."""
     if ceilings is None:
         return None
-    by_step = {row.step: row.verdict for row in step_verdicts(trace, ceilings)}
+    by_step = {row.step: row.verdict for row in step_verdicts(trace, ceilings, set(times.step.tolist()))}
     judged = [by_step.get(step) for step in times.step.tolist()]
     bounds = [BOUNDS.index(row.bound) if row else 0 for row in judged]
     shares = [row.efficiency if row and row.efficiency is not None else np.nan for row in judged]
@@ -223,7 +271,7 @@ def _steps_that_fit(times: StepTimes, counts: Array) -> list[int]:
 
 def _tokens(trace: Trace, times: StepTimes) -> dict[str, Any]:
     """Tokens in order of call, sequence and position, each with the time since the one before."""
-    table = blocks.first_rank(trace.table("tokens"))
+    table = blocks.first_rank(trace.table("tokens", TOKEN_COLUMNS))
     kept = np.asarray(table["kept"].fill_null(True).to_numpy()).astype(bool)
     table = table.filter(pa.array(kept & np.isin(numbers(table, "call"), times.call)))
     table = table.sort_by([("call", "ascending"), ("sequence", "ascending"), ("position", "ascending")])

@@ -10,11 +10,13 @@ import numpy as np
 
 from . import blocks, units
 from .blocks import Block, StepTimes, numbers
-from .breakdown import OWN, StageTime, breakdown, steps_per_call
+from .breakdown import StageTime, breakdown
 from .kv_form import KVForm
 from .kv_use import KVUse
 from .latency import Latency
 from .memory import Memory
+from .queries import OWN
+from .stage_sums import steps_per_call
 from .trace import Trace
 from .verdict_view import bound_cell
 from .verdicts import Verdicts

@@ -10,16 +10,17 @@ read, KV read and written, inputs and outputs. What a cache class copies besides
 roof. A missing count or ceiling is null and makes the bound `unknown`, never a guess.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from .breakdown import OWN, StageTime, breakdown
+from .breakdown import StageTime, breakdown
 from .ceilings import Ceilings
+from .queries import OWN, SPAN_WORK, STEP_WORK
 from .schema import PHASES
+from .stage_sums import is_starvation_known, phase_totals, stage_sums
 from .trace import Trace
 
 COMPUTE, MEMORY, LAUNCH, UNKNOWN = "compute", "memory", "launch", "unknown"
@@ -28,7 +29,6 @@ ABOVE_ROOF = 1.05
 STARVED = 0.5
 
 _TRAFFIC = ("weight_bytes", "kv_read_bytes", "kv_write_bytes")
-_SPAN_WORK = ("flops", *_TRAFFIC, "input_bytes", "output_bytes", "op_count", "kv_copy_bytes", "host_ns", "device_ns")
 _STEP_BYTES = (*_TRAFFIC, "activation_bytes")
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
@@ -293,31 +293,30 @@ def kernel_time_ns(work: Work, ceilings: Ceilings, dtype: str, working_set_bytes
 
 def rooflines(trace: Trace, ceilings: Ceilings | None) -> list[StageVerdict]:
     """Judge each row of `breakdown`: every stage of both phases, and below it its parts."""
-    steps = counted_steps(trace)
-    works = _stage_works(trace, steps)
-    facts = {phase: _PhaseFacts.of(trace, steps, phase) for phase in PHASES}
+    works = trace.once("stage_works", lambda: _stage_works(trace))
+    facts = {phase: _PhaseFacts.of(trace, phase) for phase in PHASES}
     return [_stage_verdict(row, works, facts[row.phase], ceilings) for row in breakdown(trace)]
 
 
-def step_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[StepVerdict]:
-    """Judge each top-level step that statistics count, by its wall time."""
-    dtype = model_dtype(trace)
-    return [_step_verdict(trace, step, dtype, ceilings) for step in counted_steps(trace)]
+def step_verdicts(trace: Trace, ceilings: Ceilings | None, only: Collection[int] | None = None) -> list[StepVerdict]:
+    """Judge each top-level step that statistics count, by its wall time; or some of them alone."""
+    dtype, steps = model_dtype(trace), counted_steps(trace)
+    chosen = steps if only is None else [step for step in steps if step["step"] in only]
+    return [_step_verdict(trace, step, dtype, ceilings) for step in chosen]
 
 
 def phase_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[PhaseVerdict]:
     """Judge prefill and decode as wholes; a phase without steps has no row."""
-    steps = counted_steps(trace)
-    starved = _starved_shares(trace, steps)
-    return [
-        _phase_verdict(trace, phase, of_phase, starved.get(phase), ceilings)
-        for phase in PHASES
-        if (of_phase := [step for step in steps if step["phase"] == phase])
-    ]
+    totals, starved = phase_totals(trace), _starved_shares(trace)
+    return [_phase_verdict(trace, totals[phase], starved.get(phase), ceilings) for phase in PHASES if phase in totals]
 
 
 def counted_steps(trace: Trace) -> list[dict[str, Any]]:
     """Rows of the steps that statistics count: at the top level, used, not of the warm-up."""
+    return trace.once("counted_steps", lambda: _counted_steps(trace))
+
+
+def _counted_steps(trace: Trace) -> list[dict[str, Any]]:
     names = ["step", "call", "phase", "parent_step", "warmup", "discarded", "batch", "kv_len_before", "wall_ns"]
     names += ["tokens_processed", "tokens_real", "kv_bytes", "flops", "op_count", "kv_copy_bytes", *_STEP_BYTES]
     rows = trace.table("steps").select(names).to_pylist()
@@ -340,23 +339,33 @@ def working_set(trace: Trace, step: dict[str, Any]) -> float | None:
 def total(values: Iterable[float | None]) -> float | None:
     """The sum; null where one is null."""
     listed = list(values)
-    return None if None in listed else sum(value for value in listed if value is not None)
+    return None if None in listed else sum(listed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class _PhaseFacts:
-    """What all stages of a phase share."""
+    """What all stages of a phase share: means over its steps."""
 
     dtype: str
     working_set_bytes: float | None
     rows: float | None
 
     @classmethod
-    def of(cls, trace: Trace, steps: Sequence[dict[str, Any]], phase: str) -> "_PhaseFacts":
-        of_phase = [step for step in steps if step["phase"] == phase]
-        sets = [size for step in of_phase if (size := working_set(trace, step)) is not None]
-        rows = [step["tokens_processed"] for step in of_phase if step["tokens_processed"] is not None]
-        return cls(model_dtype(trace), sum(sets) / len(sets) if sets else None, sum(rows) / len(rows) if rows else None)
+    def of(cls, trace: Trace, phase: str) -> "_PhaseFacts":
+        totals = phase_totals(trace).get(phase)
+        if totals is None:
+            return cls(model_dtype(trace), None, None)
+        tokens, known = totals["tokens_processed"], totals["tokens_processed_known"]
+        return cls(model_dtype(trace), _mean_working_set(trace, totals), tokens / known if known else None)
+
+
+def _mean_working_set(trace: Trace, totals: dict[str, Any]) -> float | None:
+    """The mean of `working_set` over the steps of a phase, of which it is known."""
+    weights, known, steps = totals["weight_bytes"] or 0, totals["weight_bytes_known"], totals["steps"]
+    whole = (trace.meta.get("model") or {}).get("weight_bytes")
+    if whole is not None:
+        return (weights + (steps - known) * whole + (totals["kv_bytes"] or 0)) / steps
+    return (weights + (totals["kv_bytes_beside"] or 0)) / known if known else None
 
 
 @dataclass(frozen=True)
@@ -396,23 +405,27 @@ def _stage_verdict(
     return StageVerdict(row.phase, row.stage, row.part, row.count, time_ns, row.share, work, judged, explanation)
 
 
-def _stage_works(trace: Trace, steps: Sequence[dict[str, Any]]) -> dict[_Key, _SpanSums]:
+def _stage_works(trace: Trace) -> dict[_Key, _SpanSums]:
     """Sums of the rows that `breakdown` has, by phase, stage and part."""
-    spans = _spans_of(trace, steps)
-    top = spans.filter(pc.is_null(spans["parent"]))
-    inside = spans.filter(
-        pc.and_(pc.is_valid(spans["part"]), pc.is_in(spans["parent"], value_set=_values(top["span"])))
-    )
-    works: dict[_Key, _SpanSums] = {
-        (row["phase"], row["stage"], None): _span_sums(row) for row in _grouped(top, ["phase", "stage"])
-    }
-    for row in _grouped(inside, ["phase", "stage", "part"]):
-        works[(row["phase"], row["stage"], row["part"])] = _span_sums(row)
+    dtypes = {} if model_dtype(trace) else _span_dtypes(trace)
+    works: dict[_Key, _SpanSums] = {}
+    for row in stage_sums(trace).to_pylist():
+        key = (row["phase"], row["stage"], row["part"] or None)
+        works[key] = _span_sums(row, dtypes.get(key[1:]))
     for phase in PHASES:
         own = _own(phase, works)
         if own is not None:
             works[(phase, "layer", OWN)] = own
     return works
+
+
+def _span_dtypes(trace: Trace) -> dict[tuple[str, str | None], str]:
+    """What the spans of each stage and part put out, where the model's own dtype is not known."""
+    names = ("stage", "part", "dtype")
+    spans = trace.table("spans", names)
+    words = pa.table({name: spans[name].cast(pa.string()) for name in names})
+    rows = words.group_by(list(names), use_threads=False).aggregate([]).to_pylist()
+    return {(row["stage"], row["part"]): row["dtype"] for row in reversed(rows) if row["dtype"] is not None}
 
 
 def _own(phase: str, works: dict[_Key, _SpanSums]) -> _SpanSums | None:
@@ -433,48 +446,18 @@ def _own(phase: str, works: dict[_Key, _SpanSums]) -> _SpanSums | None:
     )
 
 
-def _spans_of(trace: Trace, steps: Sequence[dict[str, Any]]) -> pa.Table:
-    """The spans of counted steps with the columns that judging needs, words as plain text."""
-    names = ["step", "phase", "span", "parent", "stage", "part", "dtype", "starved", *_SPAN_WORK]
-    spans = trace.table("spans").select(names)
-    wanted = pa.array([step["step"] for step in steps], type=pa.int64())
-    spans = spans.filter(pc.is_in(spans["step"], value_set=wanted))
-    for name in ("phase", "stage", "part", "dtype"):
-        spans = spans.set_column(spans.schema.get_field_index(name), name, spans[name].cast(pa.string()))
-    starved = spans["starved"].cast(pa.int64())
-    return spans.set_column(spans.schema.get_field_index("starved"), "starved", starved)
-
-
-def _values(column: pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-
-
-def _grouped(spans: pa.Table, by: list[str]) -> list[dict[str, Any]]:
-    """Sum and number of known values of each column, by group."""
-    columns = [*_SPAN_WORK, "starved"]
-    wanted = [(name, kind) for name in columns for kind in ("sum", "count")]
-    grouped = spans.group_by(by, use_threads=False).aggregate([*wanted, ("dtype", "first"), ("span", "count")])
-    rows: list[dict[str, Any]] = grouped.to_pylist()
-    return rows
-
-
-def _span_sums(row: dict[str, Any]) -> _SpanSums:
-    def known(name: str) -> float | None:
-        return row[f"{name}_sum"] if row[f"{name}_count"] == row["span_count"] else None
-
-    bytes_ = total(known(name) for name in (*_TRAFFIC, "input_bytes", "output_bytes"))
-    starved = row["starved_sum"] / row["starved_count"] if row["starved_count"] else None
+def _span_sums(row: dict[str, Any], dtype: str | None) -> _SpanSums:
+    known = {name: row[name] if row[f"{name}_known"] == row["count"] else None for name in SPAN_WORK}
     work = Work(
-        known("flops"),
-        bytes_,
-        known("op_count"),
-        known("weight_bytes"),
-        known("kv_read_bytes"),
-        known("kv_copy_bytes"),
-        None,
-        starved,
+        flops=known["flops"],
+        bytes_=total(known[name] for name in (*_TRAFFIC, "input_bytes", "output_bytes")),
+        op_count=known["op_count"],
+        weight_bytes=known["weight_bytes"],
+        kv_read_bytes=known["kv_read_bytes"],
+        kv_copy_bytes=known["kv_copy_bytes"],
+        starved_share=row["starved"] / row["starved_known"] if row["starved_known"] else None,
     )
-    return _SpanSums(work, float(row["host_ns_sum"] or 0), known("device_ns"), row["dtype_first"])
+    return _SpanSums(work, float(row["host_ns"]), known["device_ns"], dtype)
 
 
 def _step_work(step: dict[str, Any]) -> Work:
@@ -504,27 +487,28 @@ def _step_verdict(trace: Trace, step: dict[str, Any], dtype: str, ceilings: Ceil
 
 
 def _phase_verdict(
-    trace: Trace, phase: str, steps: list[dict[str, Any]], starved_share: float | None, ceilings: Ceilings | None
+    trace: Trace, totals: dict[str, Any], starved_share: float | None, ceilings: Ceilings | None
 ) -> PhaseVerdict:
-    facts, calls = _PhaseFacts.of(trace, steps, phase), len({step["call"] for step in steps})
-    works = [_step_work(step) for step in steps]
+    phase, calls = totals["phase"], totals["calls"]
+    facts = _PhaseFacts.of(trace, phase)
+    known = {name: totals[name] if totals[f"{name}_known"] == totals["steps"] else None for name in STEP_WORK}
     work = Work(
-        flops=total(w.flops for w in works),
-        bytes_=total(w.bytes_ for w in works),
-        op_count=total(w.op_count for w in works),
-        weight_bytes=total(w.weight_bytes for w in works),
-        kv_read_bytes=total(w.kv_read_bytes for w in works),
-        kv_copy_bytes=total(w.kv_copy_bytes for w in works),
+        flops=known["flops"],
+        bytes_=total(known[name] for name in _STEP_BYTES),
+        op_count=known["op_count"],
+        weight_bytes=known["weight_bytes"],
+        kv_read_bytes=known["kv_read_bytes"],
+        kv_copy_bytes=known["kv_copy_bytes"],
         rows=facts.rows,
         starved_share=starved_share,
     ).scaled(1 / calls)
-    time_ns = sum(float(step["wall_ns"] or 0) for step in steps) / calls
-    tokens = total(step["tokens_processed"] for step in steps)
+    time_ns = float(totals["wall_ns"]) / calls
+    tokens = known["tokens_processed"]
     size = facts.working_set_bytes
     judged = verdict(work.flops, work.bytes_, work.op_count, time_ns, ceilings, facts.dtype, size, starved_share)
     return PhaseVerdict(
         phase=phase,
-        steps=len(steps),
+        steps=totals["steps"],
         calls=calls,
         time_ns=time_ns,
         tokens=None if tokens is None else tokens / calls,
@@ -538,12 +522,9 @@ def _phase_verdict(
     )
 
 
-def _starved_shares(trace: Trace, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _starved_shares(trace: Trace) -> dict[str, float]:
     """Share of the layers of each phase that found the device out of work; empty where that was not asked."""
-    spans = _spans_of(trace, steps)
-    layers = spans.filter(pc.and_(pc.is_null(spans["parent"]), pc.equal(spans["stage"], "layer")))
-    return {
-        row["phase"]: row["starved_sum"] / row["starved_count"]
-        for row in _grouped(layers, ["phase"])
-        if row["starved_count"]
-    }
+    if not is_starvation_known(trace):
+        return {}
+    rows = [row for row in stage_sums(trace).to_pylist() if (row["stage"], row["part"]) == ("layer", "")]
+    return {row["phase"]: row["starved"] / row["starved_known"] for row in rows if row["starved_known"]}

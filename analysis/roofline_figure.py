@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 
 from . import units
 from .blocks import ordered_blocks
-from .breakdown import OWN
 from .ceilings import Ceilings, of_manifest
 from .drawing import FAINT, INK, empty, style
+from .queries import OWN
 from .roofline import PhaseVerdict, StageVerdict, phase_verdicts, rooflines
 from .trace import Trace
 

@@ -1,7 +1,7 @@
 """One line a run: what a folder of runs is listed by, and what a sweep plots."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -80,14 +80,16 @@ def read_runs(path: Path) -> list[Run]:
     folders = trace_folders(path)
     if not folders:
         raise TraceError(f"{path} holds no traces: no folder in it has a run.json. Give a folder of runs, or a trace.")
-    return [_read(folder) for folder in folders]
+    return [_read(folder, path) for folder in folders]
 
 
-def _read(folder: Path) -> Run:
+def _read(folder: Path, path: Path) -> Run:
+    """A run by its place in the folder of runs."""
+    name = str(folder.relative_to(path)) if folder != path else folder.name
     try:
-        return run_of(read_trace(folder))
+        return replace(run_of(read_trace(folder)), name=name)
     except TraceError as error:
-        return Run(folder.name, UNREADABLE, str(error))
+        return Run(name, UNREADABLE, str(error))
 
 
 def run_of(trace: Trace) -> Run:
@@ -96,7 +98,8 @@ def run_of(trace: Trace) -> Run:
     Raises:
         TraceError: a table of it cannot be read.
     """
-    meta, numbers = trace.meta, latency(trace)
+    trace.table("steps")  # whole, once: what follows asks for a column here and a column there
+    meta, numbers = trace.meta, latency(trace, split=False)
     model, device, overhead = (meta.get(key) or {} for key in ("model", "device", "overhead"))
     calls = [call for call in meta.get("calls") or [] if call.get("parent_step") is None]
     ceilings, _ = of_manifest(meta)
@@ -155,7 +158,7 @@ def _fullest_cache(trace: Trace) -> dict[str, Any]:
 
 def _kv_kinds(trace: Trace) -> str | None:
     """The kinds of the cache's layers, such as `full` or `full, sliding`; null where no cache was seen."""
-    kinds = pc.unique(trace.table("kv")["kind"].cast(pa.string())).to_pylist()
+    kinds = pc.unique(trace.table("kv", ["kind"])["kind"].cast(pa.string())).to_pylist()
     return ", ".join(sorted(kind for kind in kinds if kind is not None)) or None
 
 

@@ -3,11 +3,14 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .breakdown import StageTime, breakdown, steps_per_call
+import pyarrow.compute as pc
+
+from .breakdown import StageTime, breakdown
 from .kv_use import KVUse, kv_use
 from .latency import Latency, latency
 from .memory import Memory, memory
 from .operators import OperatorTime, operators
+from .stage_sums import recorded_steps, steps_per_call
 from .trace import Trace
 from .verdicts import Verdicts, judge
 
@@ -82,7 +85,7 @@ def summarize(trace: Trace) -> Summary:
         stages=breakdown(trace),
         operators=operators(trace),
         steps=len(steps),
-        steps_recorded=len(trace.table("spans")["step"].unique().drop_null()),
+        steps_recorded=recorded_steps(trace),
         steps_per_call=steps_per_call(trace),
         kv_bytes=last.get("kv_bytes"),
         kv_allocated_bytes=last.get("kv_allocated_bytes"),
@@ -90,7 +93,7 @@ def summarize(trace: Trace) -> Summary:
         kv_use=kv_use(trace),
         flops_prefill=_flops(trace, "prefill"),
         flops_decode=_flops(trace, "decode"),
-        peak_memory_bytes=max((v for v in steps["mem_peak_bytes"].to_pylist() if v is not None), default=None),
+        peak_memory_bytes=pc.max(steps["mem_peak_bytes"]).as_py(),
         memory=memory(trace),
         post_mortem=meta.get("post_mortem"),
         overhead=meta.get("overhead"),
@@ -121,23 +124,24 @@ def _doubts(trace: Trace) -> list[str]:
         doubts.append(f"equal untraced runs differ by {noise - 1:.0%}: this machine was not quiet, doubt the times")
     if not len(trace.table("steps")):
         doubts.append("this trace holds no steps")
-    elif trace.table("spans")["step"].null_count == len(trace.table("spans")):
+    elif not recorded_steps(trace):
         doubts.append("this trace holds no spans: no step of those that ran was recorded in detail")
     return doubts
 
 
 def _last_step(trace: Trace) -> dict[str, Any]:
     """The last main step, whose KV cache is the fullest of its call."""
-    names = ["step", "role", "discarded", "kv_bytes", "kv_allocated_bytes", "kv_len_after"]
-    rows = [
-        row for row in trace.table("steps").select(names).to_pylist() if row["role"] == "main" and not row["discarded"]
-    ]
-    return max(rows, key=lambda row: row["step"], default={})
+    steps = trace.table("steps", ["step", "role", "discarded", "kv_bytes", "kv_allocated_bytes", "kv_len_after"])
+    is_main = pc.and_(pc.equal(steps["role"], "main"), pc.invert(pc.fill_null(steps["discarded"], False)))
+    main = steps.filter(is_main)
+    last = main.filter(pc.equal(main["step"], pc.max(main["step"]))).to_pylist()
+    return last[0] if last else {}
 
 
 def _flops(trace: Trace, phase: str) -> int | None:
     """FLOPs of a phase in the first call; null where a step of it has no count."""
-    steps = trace.table("steps").select(["call", "phase", "flops"]).to_pylist()
-    first = min((row["call"] for row in steps), default=None)
-    values = [row["flops"] for row in steps if row["call"] == first and row["phase"] == phase]
-    return sum(values) if values and None not in values else None
+    steps = trace.table("steps", ["call", "phase", "flops"])
+    of_first = pc.and_(pc.equal(steps["call"], pc.min(steps["call"])), pc.equal(steps["phase"], phase))
+    values = steps["flops"].filter(of_first)
+    total: int | None = pc.sum(values).as_py() if not values.null_count else None
+    return total

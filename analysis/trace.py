@@ -1,8 +1,9 @@
 """Reads a trace folder. Nothing here runs anything that a trace holds: JSON and Parquet only."""
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+MAX_DEPTH = 3  # of a trace in a folder of runs: a home folder is not searched through
 MAX_DIGITS = 18  # of a part's number
+
+T = TypeVar("T")
 
 
 class Trace:
@@ -31,17 +35,61 @@ class Trace:
         self.path = path
         self.meta = meta
         self._version: int = meta.get("written_version", schema.FORMAT_VERSION)
-        self._tables: dict[str, pa.Table] = {}
+        self._files: dict[str, table_file.TableFiles] = {}
+        self._columns: dict[str, dict[str, pa.ChunkedArray]] = {}
+        self._found: dict[str, Any] = {}
 
-    def table(self, name: str) -> pa.Table:
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
         """Return a table as Arrow, without pandas; empty where the trace has none.
+
+        Args:
+            name: of the table.
+            columns: to read, in this order; all where none are named. A column is read once and kept.
 
         Raises:
             TraceError: when a file of it cannot be read, or lacks a column.
         """
-        if name not in self._tables:
-            self._tables[name] = _read_table(self.path, schema.TABLES[name], self._version)
-        return self._tables[name]
+        table = schema.TABLES[name]
+        names = table.schema.names if columns is None else list(columns)
+        kept = self._columns.setdefault(name, {})
+        missing = [column for column in names if column not in kept]
+        if missing:
+            parts = self._files_of(name).read(missing)
+            rows = pa.concat_tables(parts).unify_dictionaries() if parts else table.schema.empty_table()
+            kept |= {column: rows[column] for column in missing}
+        return pa.table({column: kept[column] for column in names})
+
+    def scan(self, name: str, columns: Sequence[str], work: Callable[[pa.Table], T]) -> list[T]:
+        """Give some columns of a table to `work`, the rows of one file after the other, and keep none of them.
+
+        What `work` returns is all that stays in memory: so a table of any length is added up. It runs in several
+        threads at once.
+
+        Raises:
+            TraceError: when a file of it cannot be read, or lacks a column.
+        """
+        return self._files_of(name).scan(list(columns), work)
+
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """What `find` returns, which is called the first time alone; for what several analyses stand on."""
+        if name not in self._found:
+            self._found[name] = find()
+        found: T = self._found[name]
+        return found
+
+    def has_found(self, name: str) -> bool:
+        """Whether `once` was asked for this already."""
+        return name in self._found
+
+    def _files_of(self, name: str) -> table_file.TableFiles:
+        if name not in self._files:
+            table = schema.TABLES[name]
+            files = table_file.files_of(self.path, table)
+            if table.in_parts:
+                files = _uncovered(files)
+            size = table_file.disk_bytes(self.path)
+            self._files[name] = table_file.TableFiles(files, table, self._version, size)
+        return self._files[name]
 
     @cached_property
     def steps(self) -> "pd.DataFrame":
@@ -150,11 +198,12 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def trace_folders(path: str | Path) -> list[Path]:
-    """The traces in a folder of runs, itself if it is one, by name."""
+    """The traces in a folder of runs, itself if it is one, by name; also in folders below it, as of model and date."""
     folder = Path(path)
     if (folder / MANIFEST).is_file() or folder.name == MANIFEST:
         return [folder]
-    return sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
+    levels = ("*/" * depth for depth in range(1, MAX_DEPTH + 1))
+    return sorted(manifest.parent for level in levels for manifest in folder.glob(level + MANIFEST))
 
 
 def read_traces(path: str | Path) -> list[Trace]:
@@ -165,16 +214,6 @@ def read_traces(path: str | Path) -> list[Trace]:
     """
     folders = trace_folders(path)
     return [read_trace(folder) for folder in folders] if folders else [read_trace(path)]
-
-
-def _read_table(folder: Path, table: schema.Table, version: int) -> pa.Table:
-    files = table_file.files_of(folder, table)
-    parts = table_file.read_files(_uncovered(files) if table.in_parts else files, table, version)
-    if not parts:
-        return table.schema.empty_table()
-    whole: pa.Table = pa.concat_tables(parts).unify_dictionaries()
-    table_file.check_whole(folder, whole, table)
-    return whole
 
 
 def _uncovered(files: list[Path]) -> list[Path]:

@@ -117,8 +117,8 @@ class Verdicts:
 def judge(trace: Trace) -> Verdicts:
     """Judge a trace by the ceilings stored in it, else by the datasheet of its device."""
     ceilings, note = ceilings_module.of_manifest(trace.meta)
-    phases = phase_verdicts(trace, ceilings)
     stages = rooflines(trace, ceilings)
+    phases = phase_verdicts(trace, ceilings)
     return Verdicts(
         ceilings_source=ceilings.source if ceilings else None,
         statements=[statement(phase, ceilings) for phase in phases],
@@ -377,9 +377,9 @@ def decode_batch(
 
 def _decode_batch_of(steps: Sequence[dict[str, Any]], peak: float, bandwidth: float) -> int | None:
     batches = {step["batch"] for step in steps}
-    flops, weights = total(step["flops"] for step in steps), total(step["weight_bytes"] for step in steps)
-    names = ("kv_read_bytes", "kv_write_bytes", "activation_bytes")
-    other = total(step[name] for step in steps for name in names)
+    names = ("flops", "weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes")
+    flops, weights, *others = (total([step[name] for step in steps]) for name in names)
+    other = total(others)
     if len(batches) != 1 or flops is None or weights is None or other is None:
         return None
     batch, count = next(iter(batches)), len(steps)

@@ -11,6 +11,9 @@ import nbformat
 import pyarrow.parquet as pq
 import pytest
 
+from lifetrace.analysis import read_trace
+from lifetrace.analysis.breakdown import breakdown
+
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "sample_traces" / "smollm2"
 # SmolLM2-135M: 30 layers of 576, 3 KV heads of 64, MLP 1536, vocabulary 49,152, tied; 4 bytes a number.
@@ -89,6 +92,17 @@ def test_several_runs_at_once(printed):
     lines = printed["Several runs at once"]
     assert len(lines) == 2
     assert f"{run_id}: {decode[len(decode) // 2] / 1e6:.3f} ms a decode step" in lines
+
+
+def test_a_fleet(printed):
+    found = [
+        (row.time_ns, trace.meta["run_id"], row.stage)
+        for trace in map(read_trace, [SAMPLE, ROOT / "sample_traces" / "demo"])
+        for row in breakdown(trace)
+        if row.phase == "decode" and row.part is None
+    ]
+    expected = [f"{run_id}: {stage} {ns / 1e6:.3f} ms a call" for ns, run_id, stage in sorted(found, reverse=True)[:3]]
+    assert printed["A fleet, on an engine of its own"] == expected
 
 
 # -- keys --------------------------------------------------------------------------------------

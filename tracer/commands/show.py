@@ -22,7 +22,8 @@ FORMATS = ("text", "markdown", "csv", "json")
 @click.option("--format", "kind", type=click.Choice(FORMATS), default="text", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json: one document and nothing else.")
 def show(path: Path, kind: str, as_json: bool) -> None:
-    """Print the summary of the trace in PATH; of a folder of runs a line each, of a sweep its table.
+    """Print the summary of the trace in PATH; of a folder of runs a line each (they may lie up to three
+    folders deep), of a sweep its table.
 
     markdown holds all of it; csv the stages alone, a row each, times in ns.
     """
