@@ -275,7 +275,7 @@ def _products_at(trace: Trace, step: dict[str, Any]) -> list[dict[str, Any]]:
     at = step["kv_len_before"]
     below, above = None, None
     for (_, steps), rows in by_counted.items():
-        known = shape_of.get(steps[0])
+        known = shape_of.get(steps[0]) if steps else None
         if known is None or (known["batch"], known["q_len"]) != (step["batch"], step["q_len"]):
             continue
         length = known["kv_len_before"]

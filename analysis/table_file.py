@@ -30,6 +30,7 @@ MAX_FOOTER_STRING_BYTES = 2**24
 MAX_FOOTER_ITEMS = 2**18
 MAX_ROW_GROUPS = 1024
 MAX_COLUMNS = 128
+MAX_DIMENSIONS = 64  # torch's own bound
 MAX_RANKS = 64
 LIMIT = 2**62
 MAX_TEXT_BYTES = 2**20
@@ -306,6 +307,8 @@ def _check_values(file: Path, rows: pa.Table, table: schema.Table) -> None:
             raise TraceError(f"{file} is damaged: its column {column.name} has an empty row.")
         values = rows[column.name]
         if pa.types.is_list(column.type):
+            if column.name.endswith("_shape") and (pc.max(pc.list_value_length(values)).as_py() or 0) > MAX_DIMENSIONS:
+                raise TraceError(f"{file} is damaged: {column.name} has more dimensions than any tensor.")
             values = pc.list_flatten(values)
         low = -LIMIT if column.name.endswith("_ns") else int(column.name == "batch")
         if pa.types.is_integer(values.type):

@@ -179,6 +179,24 @@ def test_values_that_no_run_has(folder, column, value, words):
         read_trace(folder).table("steps")
 
 
+def test_a_shape_of_more_dimensions_than_any_tensor_is_refused(folder):
+    rows = pq.ParquetFile(folder / "spans" / "part-00000.parquet").read().to_pylist()
+    rows[1]["input_shape"] = [1] * 65
+    write_trace(folder, {"spans": rows})
+    with pytest.raises(TraceError, match="input_shape has more dimensions than any tensor"):
+        read_trace(folder).table("spans")
+
+
+def test_products_of_no_step_explain_nothing(tmp_path):
+    shutil.copytree(hostile.SAMPLE, tmp_path / "t")
+    rows = pq.ParquetFile(tmp_path / "t" / "products.parquet").read()
+    none = pa.array([[]] * len(rows), rows.schema.field("steps").type)
+    pq.write_table(
+        rows.set_column(rows.column_names.index("steps"), "steps", none), tmp_path / "t" / "products.parquet"
+    )
+    assert hostile.fault_of("explain", tmp_path / "t", tmp_path) is None
+
+
 def test_rows_that_cannot_be_told_apart_are_refused(folder):
     """Joined with each other they would be as many as their number squared."""
     rows = pq.ParquetFile(folder / "spans" / "part-00000.parquet").read()
