@@ -12,6 +12,7 @@ Each takes --count and --seed, prints its figures as Markdown, and exits with 1 
 """
 
 import argparse
+import atexit
 import os
 import shutil
 import sys
@@ -24,7 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = str(ROOT / "tests" / "support")
 sys.path.insert(0, SUPPORT)
 os.environ["PYTHONPATH"] = os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")])  # for processes of our own
-os.environ["LIFETRACE_CACHE"] = tempfile.mkdtemp(prefix="lifetrace-endurance-")
+CACHE = "LIFETRACE_ENDURANCE_CACHE"  # made once: what this process spawns imports this file again
+if CACHE not in os.environ:
+    os.environ[CACHE] = tempfile.mkdtemp(prefix="lifetrace-endurance-")
+    atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
+os.environ["LIFETRACE_CACHE"] = os.environ[CACHE]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Drift that is allowed between the first looks and the last: of time, and of memory in bytes for each step or trace.

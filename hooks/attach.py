@@ -14,10 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .calls import CallMarks, MarkedCall
 from .inventory import expert_bytes
+from .offload import weight_loader
 from .recorder import FIRST_MODULE_SLOT, Recorder, begins
 from .stages import Lifecycle, Place
 
 DETAILS = ("layer", "block", "module")
+# Parts that come between the work of others, at every level of detail: shown beside the part that they are in.
+ASIDES = LOADING, COMMUNICATING = "weights", "communication"
 # Where torch keeps the hooks of a module's forward.
 HOOK_DICTS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -44,6 +47,7 @@ LOOP_SLOTS = tuple(
         ("sample", "stop_check"),
         ("sample", "streamer"),
         ("nested", None),
+        ("other", COMMUNICATING),
     )
 )
 
@@ -154,6 +158,11 @@ def _inside(name: str, outer: str) -> bool:
     return outer == "" or name.startswith(f"{outer}.")
 
 
+def is_aside(part: str | None) -> bool:
+    """Whether a part comes between the work of others, alone or in one of them: `attention.weights`, say."""
+    return part is not None and part.rpartition(".")[2] in ASIDES
+
+
 def slots_for(model: nn.Module, lifecycle: Lifecycle, detail: str) -> list[Slot]:
     """List what is marked at a detail level: the loop's seams, then the modules."""
     slots = list(LOOP_SLOTS)
@@ -162,6 +171,9 @@ def slots_for(model: nn.Module, lifecycle: Lifecycle, detail: str) -> list[Slot]
         place = lifecycle.places.get(name)
         if any(name != region and _inside(name, region) for region in hidden):
             continue
+        loader = weight_loader(module)
+        if loader is not None:
+            slots.append(Slot(name, type(loader).__name__, Place("other", part=LOADING), device_of(module)))
         if place is None or not _has_forward(module) or not _wanted(name, place, lifecycle, detail):
             continue
         slots.append(Slot(name, type(module).__name__, place, device_of(module)))
@@ -250,7 +262,10 @@ class Attachment:
         for number, slot in enumerate(slots[FIRST_MODULE_SLOT:], FIRST_MODULE_SLOT):
             assert slot.module is not None
             module = self._modules[slot.module]
-            yield MarkedCall(module, begins(number), before.get(slot.module), after.get(slot.module))
+            if slot.place.part == LOADING:
+                yield MarkedCall(weight_loader(module), begins(number), method="pre_forward")
+            else:
+                yield MarkedCall(module, begins(number), before.get(slot.module), after.get(slot.module))
 
     def attach(self) -> None:
         """Put everything on."""

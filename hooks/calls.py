@@ -32,13 +32,14 @@ class MarkedCall:
     """A module to mark with a code at its beginning, and the next one at its end.
 
     `before` is told of its arguments before the first mark, `after` of its result after the
-    last; both also while marks are off.
+    last; both also while marks are off. `method` is what is marked, of something that is no module.
     """
 
-    module: nn.Module
+    module: Any
     code: int
     before: Before | None = None
     after: After | None = None
+    method: str = "__call__"
 
     @property
     def told(self) -> bool:
@@ -100,7 +101,7 @@ def _telling_call(original: Call, codes: dict[int, int], told: MarkedCall) -> Ca
     return call
 
 
-def _stand_in(cls: type, own: Any, call: Call) -> type:
+def _stand_in(cls: type, own: Any, call: Call, method: str = "__call__") -> type:
     """A subclass of `cls` that stands in for a module's own class; copies and pickles are of that one."""
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -114,7 +115,7 @@ def _stand_in(cls: type, own: Any, call: Call) -> type:
         return function, args, *rest
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    body = names | {"__call__": call, "__reduce_ex__": reduce}
+    body = names | {method: call, "__reduce_ex__": reduce}
     return _subclass(cls, own.__name__, body)
 
 
@@ -145,7 +146,7 @@ class CallMarks:
         self._calls = tuple(calls)
         self._tape = tape
         self._codes: dict[int, int] = {}
-        self._classes: list[tuple[nn.Module, type, type, type]] = []
+        self._classes: list[tuple[Any, type, type, type]] = []
 
     def _open(self) -> None:
         """Make the classes: of what the modules are now, for another trace may have ended before this one begins."""
@@ -154,16 +155,16 @@ class CallMarks:
         for call in self._calls:
             own = off = type(call.module)
             if own not in marking:
-                marking[own] = _stand_in(own, own, self._marking_call(own))
+                marking[own] = _stand_in(own, own, self._marking_call(getattr(own, call.method)), call.method)
             on = marking[own]
             if call.told:
                 on, off = (_stand_in(cls, own, _telling_call(cls.__call__, self._codes, call)) for cls in (on, own))
             self._classes.append((call.module, on, off, own))
 
-    def _marking_call(self, own: Any) -> Call:
+    def _marking_call(self, original: Call) -> Call:
         if isinstance(self._tape, HostTape):
-            return _host_call(own.__call__, self._codes, self._tape)
-        return _tape_call(own.__call__, self._codes, self._tape)
+            return _host_call(original, self._codes, self._tape)
+        return _tape_call(original, self._codes, self._tape)
 
     def on(self) -> None:
         """Mark from now on."""
@@ -191,6 +192,6 @@ class CallMarks:
                 _set_class(module, own)
 
 
-def _set_class(module: nn.Module, cls: type) -> None:
+def _set_class(module: Any, cls: type) -> None:
     """Change an instance's class, past what modules do with their attributes."""
     object.__setattr__(module, "__class__", cls)

@@ -43,7 +43,7 @@ def inventory(model: nn.Module, lifecycle: Lifecycle) -> list[ModuleRow]:
             shared = []
         for parameter in own:
             owners.setdefault(id(parameter), name)
-        local = [_local(parameter) for parameter in own]
+        local = [local_part(parameter) for parameter in own]
         rows.append(
             ModuleRow(
                 module=name,
@@ -78,7 +78,7 @@ def expert_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of one expert, by the module that holds the stacked weights [experts, …] of all of them."""
     found = {}
     for name, module in model.named_modules():
-        stacked = [_local(p) for p in module.parameters(recurse=False) if p.dim() > 2]
+        stacked = [local_part(p) for p in module.parameters(recurse=False) if p.dim() > 2]
         if stacked and not isinstance(module, nn.modules.conv._ConvNd):
             found[name] = sum(parameter.nbytes // parameter.shape[0] for parameter in stacked)
     return found
@@ -106,10 +106,15 @@ def _is_matrix_module(module: nn.Module) -> bool:
     return all(isinstance(count, int) for count in features)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a distributed parameter, the parameter itself otherwise."""
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a parameter that several share, the parameter itself otherwise."""
     to_local = getattr(parameter, "to_local", None)
     return to_local() if to_local is not None else parameter
+
+
+def is_shared_out(model: nn.Module) -> bool:
+    """Whether several processes hold the model's parameters in parts: a forward of one waits for the others."""
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
 def _place(name: str, lifecycle: Lifecycle) -> Place:

@@ -23,9 +23,9 @@ from .clocks import Marks, Pending, Tape
 from .guard import guarded
 from .kvstate import NOTHING, CacheWatch, KVState
 
-# Slots 0 to 5 belong to the loop; modules follow. A code is twice its slot, plus one at the end.
-STEP, FORWARD, LOGITS, STOP, STREAM, NESTED = range(6)
-FIRST_MODULE_SLOT = 6
+# Slots 0 to 6 belong to the loop; modules follow. A code is twice its slot, plus one at the end.
+STEP, FORWARD, LOGITS, STOP, STREAM, NESTED, COMMUNICATION = range(7)
+FIRST_MODULE_SLOT = 7
 # Tensors of a forward that the rest of its signature tells of.
 USUAL_ARGUMENTS = frozenset(
     (
@@ -139,6 +139,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.call: Call | None = None
         self.step: Step | None = None
+        self.is_telling = False
 
 
 class Recorder:
@@ -220,6 +221,22 @@ class Recorder:
     def mark(self, code: int) -> None:
         """Leave a mark of the loop's own."""
         self.tape.mark(code)
+
+    @guarded
+    def telling_begins(self) -> bool:
+        """A collective begins; says whether it is marked, as the outermost one of a step that is."""
+        thread = self._thread
+        if thread.step is None or thread.is_telling:
+            return False
+        thread.is_telling = True
+        self.tape.mark(begins(COMMUNICATION))
+        return True
+
+    @guarded
+    def telling_ends(self) -> None:
+        """The collective that was marked has ended."""
+        self._thread.is_telling = False
+        self.tape.mark(ends(COMMUNICATION))
 
     def current_call(self) -> Call | None:
         """The call that this thread is in."""

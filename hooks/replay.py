@@ -22,6 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 from .attach import HOOK_DICTS, compiled_regions, device_of, on_calls, without_hooks
 from .counting import CallCount, CallTree, CountingMode, ForwardCount, causal_pairs, storage_id
+from .inventory import is_shared_out, local_part
 from .kvcache import CACHE_ARGUMENTS, LayerKV, find_cache, positions, read
 from .live_bytes import LiveBytes
 from .operators import OperatorMode
@@ -84,6 +85,8 @@ class Replayer:
         raise ReplayError(reason)
 
     def _spend(self, runs: int) -> None:
+        if is_shared_out(self.model):
+            raise ReplayError("the model is shared out to several processes, and none may run it alone")
         if self.real_runs >= MAX_REAL_RUNS:
             raise ReplayError(f"counting would run the model itself more than {MAX_REAL_RUNS} times")
         self.real_runs += runs
@@ -327,7 +330,7 @@ def meta_copy(model: nn.Module) -> Any:
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    empty = torch.empty(local_part(tensor).shape, dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=False)
     return empty

@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 
 from lifetrace.analysis import schema
+from lifetrace.hooks.attach import is_aside
 from lifetrace.hooks.counting import CallCount, ForwardCount
 from lifetrace.hooks.kvcache import LayerKV
 from lifetrace.hooks.kvstate import KVLayout, KVState
@@ -375,9 +376,10 @@ class OperatorTable:
 class Completion:
     """Fills the columns of steps and spans that were null while the run went."""
 
-    def __init__(self, log: WorkLog, expert_bytes: dict[str, int]) -> None:
+    def __init__(self, log: WorkLog, expert_bytes: dict[str, int], loaded_bytes: dict[str, int]) -> None:
         self.log = log
         self.expert_bytes = expert_bytes
+        self.loaded_bytes = loaded_bytes
         self.of_step: dict[int, WorkTable] = {}
         self.operators_of_step: dict[int, OperatorTable] = {}
         self.failures = log.uncountable
@@ -504,9 +506,9 @@ class Completion:
 
     def _add_times(self, rows: pa.Table) -> None:
         """Add up the time of each module, and under None that of all stages."""
-        fields = (rows[name].to_pylist() for name in ("step", "module", "parent", "host_ns"))
-        for step, module, parent, host_ns in zip(*fields, strict=True):
-            if module is not None:
+        fields = (rows[name].to_pylist() for name in ("step", "module", "parent", "part", "host_ns"))
+        for step, module, parent, part, host_ns in zip(*fields, strict=True):
+            if module is not None and not is_aside(part):
                 self.time_ns[module] += host_ns
             if parent is None and step is not None:
                 self.time_ns[None] += host_ns
@@ -515,17 +517,27 @@ class Completion:
         """What the loop does itself holds no product: a true 0, unless a forward runs inside of it.
 
         The gaps between stages are such rows where the modules around the stages have no product
-        of their own.
+        of their own. What brings weights reads those of its module.
         """
-        columns = (rows[name].to_pylist() for name in ("step", "stage", "module"))
+        columns = (rows[name].to_pylist() for name in ("step", "stage", "part", "module"))
         fields = list(zip(*columns, strict=True))
-        nested = {step for step, stage, _ in fields if stage == "nested"}
+        nested = {step for step, stage, *_ in fields if stage == "nested"}
         free = [
-            module is None and step not in nested and (stage in OUTSIDE or (stage == "other" and self._gaps_free(step)))
-            for step, stage, module in fields
+            is_aside(part)
+            or (
+                module is None
+                and step not in nested
+                and (stage in OUTSIDE or (stage == "other" and self._gaps_free(step)))
+            )
+            for step, stage, part, module in fields
         ]
         for name in ("flops", "flops_dense", "weight_bytes"):
             values = [0 if is_free else value for is_free, value in zip(free, rows[name].to_pylist(), strict=True)]
+            if name == "weight_bytes" and self.loaded_bytes:
+                values = [
+                    self.loaded_bytes.get(module, 0) if is_aside(part) else value
+                    for (_, _, part, module), value in zip(fields, values, strict=True)
+                ]
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))
         return rows
 
@@ -632,7 +644,7 @@ def _call_codes(rows: pa.Table) -> tuple[npt.NDArray[np.int64], list[tuple[str, 
     numbering: dict[tuple[str, int] | None, int] = {}
     keys: list[tuple[str, int] | None] = []
     for module, index, part, parent in zip(modules, indices, parts, parents, strict=True):
-        key: tuple[str, int] | None = (module, index) if module is not None else None
+        key: tuple[str, int] | None = (module, index) if module is not None and not is_aside(part) else None
         if key is None and part == "attention_core" and parent in row_of_span:
             outer = row_of_span[parent]
             key = (modules[outer] + CORE, indices[outer])

@@ -17,7 +17,7 @@ import torch
 
 from lifetrace.analysis import schema
 from lifetrace.errors import LifetraceError, ModelError, RunError, UsageError
-from lifetrace.hooks import generation, inventory, kernels, memory, stages
+from lifetrace.hooks import collectives, generation, inventory, kernels, memory, offload, stages
 from lifetrace.hooks.attach import DETAILS, LOOP_SLOTS, Attachment, Slot, compiled_regions, device_of, slots_for
 from lifetrace.hooks.clocks import CudaTape, HostTape, Tape, TorchCuda
 from lifetrace.hooks.live_bytes import LiveBytes
@@ -165,6 +165,7 @@ class Session:
         """Put on the hooks."""
         generation.watch(self.model, self.recorder)
         try:
+            collectives.watch(self.recorder)
             self.attachment.attach()
         except BaseException:
             self.detach()
@@ -174,6 +175,7 @@ class Session:
     def detach(self) -> None:
         """Take off the hooks; the model is as it was before."""
         self.attached = False
+        collectives.unwatch(self.recorder)
         for attachment in (self.attachment, *self._adopted):
             attachment.detach()
             generation.unwatch(attachment.model)
@@ -451,7 +453,8 @@ class Session:
 
         Operators are counted where the model itself may run once more: not after a failed run.
         """
-        completion = Completion(self.work, inventory.expert_bytes(self.model))
+        loaded = offload.loads_by_module(self.model)
+        completion = Completion(self.work, inventory.expert_bytes(self.model), loaded)
         for number, (model, lifecycle) in enumerate([(self.model, self.lifecycle), *self.assistants]):
             try:
                 replayer = Replayer(model)
@@ -581,8 +584,8 @@ def _tape(device: torch.device, slots: list[Slot]) -> Tape:
     first, last = (modules[0], modules[-1]) if modules else (None, None)
     # A step begins before any device work of its own; the forward begins where the embedding lies,
     # and choosing a token runs where the head left its logits.
-    begin = [None, first, last, last, last, None]
-    end = [last, last, last, last, last, None]
+    begin = [None, first, last, last, last, None, last]
+    end = [last, last, last, last, last, None, last]
     for name in of_slot[FIRST_MODULE_SLOT:]:
         on_cuda = name if name and name.startswith("cuda") else None
         begin.append(on_cuda)

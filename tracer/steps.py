@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from lifetrace.analysis import schema
-from lifetrace.hooks.attach import Slot
+from lifetrace.hooks.attach import ASIDES, COMMUNICATING, Slot
 from lifetrace.hooks.clocks import Marks
 from lifetrace.hooks.kvstate import KVLayout
-from lifetrace.hooks.recorder import FORWARD, LOGITS, NESTED, STEP, STOP, STREAM, Step
+from lifetrace.hooks.recorder import COMMUNICATION, FORWARD, LOGITS, NESTED, STEP, STOP, STREAM, Step
 from lifetrace.hooks.stages import Place
 
 FIRST_IN_ATTENTION, LAST_IN_ATTENTION = "qkv", "out_proj"
@@ -56,12 +56,13 @@ def pattern_of(codes: Sequence[int], slots: Sequence[Slot]) -> Pattern:
     forward = next(((start, end) for slot, start, end in calls if slot == FORWARD), None)
     start, end = forward if forward is not None else (last, last)
     inside = [call for call in calls if call[0] > NESTED and start < call[1] and call[2] < end]
-    loop = [call for call in calls if call[0] <= NESTED and call[0] not in (STEP, FORWARD)]
+    loop = [call for call in calls if call[0] <= COMMUNICATION and call[0] not in (STEP, FORWARD)]
+    loop = [call for call in loop if call not in inside]
 
     rows = _prepare_rows(start, loop)
     rows += _shift(_forward_rows(inside, slots, start, end), len(rows))
     rows += _shift(_after_rows([call for call in loop if call[1] >= end], end, last), len(rows))
-    return Pattern(tuple(_in_order(rows)), forward)
+    return Pattern(tuple(_in_order(_name_asides(rows))), forward)
 
 
 def _pair(codes: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -96,7 +97,11 @@ def _prepare_rows(start: int, loop: list[tuple[int, int, int]]) -> list[Row]:
     if start == 0:
         return []
     rows = [Row(Place("prepare"), 0, start, None)]
-    parts = {STREAM: Place("prepare", part="streamer"), NESTED: Place("nested")}
+    parts = {
+        STREAM: Place("prepare", part="streamer"),
+        NESTED: Place("nested"),
+        COMMUNICATION: Place("prepare", part=COMMUNICATING),
+    }
     rows += [Row(parts[slot], a, b, 0) for slot, a, b in loop if b <= start and slot in parts]
     return rows
 
@@ -122,9 +127,9 @@ def _after_rows(loop: list[tuple[int, int, int]], end: int, last: int) -> list[R
     if position < last:
         rows.append(Row(_sampling("stop_check"), position, last, 0))
     for slot, a, b in loop:
-        if slot == NESTED:
+        if slot in (NESTED, COMMUNICATION):
             parent = next(i for i in range(len(rows) - 1, -1, -1) if rows[i].start <= a and b <= rows[i].end)
-            rows.append(Row(Place("nested"), a, b, parent))
+            rows.append(Row(Place("nested") if slot == NESTED else _sampling(COMMUNICATING), a, b, parent))
     return rows
 
 
@@ -143,7 +148,9 @@ def _forward_rows(calls: list[tuple[int, int, int]], slots: Sequence[Slot], star
             open_rows.pop()
         parent = open_rows[-1] if open_rows else None
         place = slots[slot].place
-        if place.stage == "layer":
+        if place.part in ASIDES and parent is not None:
+            place = Place(rows[parent].place.stage, rows[parent].place.layer, place.part)
+        elif place.stage == "layer":
             if place.part is None and parent is None:
                 # In the order of execution; a layer that was skipped leaves its number, and its cache slot, out.
                 place = replace(place, layer=max(layers, place.layer or 0))
@@ -178,12 +185,26 @@ def _name_parts(rows: list[Row]) -> list[Row]:
     """Name what runs inside attention and MLP by its order: the last matrix puts out, the others take in."""
     children: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        if row.parent is not None:
+        if row.parent is not None and row.place.part not in ASIDES:
             children.setdefault(row.parent, []).append(number)
     named = list(rows)
     for number, row in enumerate(rows):
         if row.place.part in ("attention", "mlp") and number in children:
             _name_inside(named, number, children)
+    return named
+
+
+def _name_asides(rows: list[Row]) -> list[Row]:
+    """Say in what part of its stage it is what comes between: `attention.weights`, say; `weights` outside of any."""
+    named = list(rows)
+    for number, row in enumerate(rows):
+        if row.place.part in ASIDES and row.parent is not None:
+            around = row.parent
+            while (above := rows[around].parent) is not None and rows[above].parent is not None:
+                around = above
+            part = rows[around].place.part if rows[around].parent is not None else None
+            if part is not None:
+                named[number] = replace(row, place=replace(row.place, part=f"{part}.{row.place.part}"))
     return named
 
 
