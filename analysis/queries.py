@@ -25,6 +25,8 @@ STEP_WORK = (
 )  # fmt: skip
 SPAN_COLUMNS = ("step", "span", "parent", "stage", "part", "start_ns", "host_ns")
 OWN = "own"
+ASIDES = ("weights", "communication")
+TIMES = ("host_ns", "device_ns")
 
 Frame = nw.LazyFrame[Any]
 Rows = IntoFrame | Frame
@@ -59,17 +61,17 @@ def step_stages(spans: Rows, by: Sequence[str] = TRACE, work: Sequence[str] = ()
     Returns:
         The columns `by`, `step`, `stage`, `part` (empty on a stage's own row), `count` of spans, `start_ns`
         (sum), `host_ns` (sum), and for each column of `work` its sum and, as `…_known`, of how many spans. The spans of
-        whole steps give the same rows whatever others are beside them.
+        whole steps give the same rows whatever others are beside them. What comes between the work of a part, its
+        weights that are brought or what it tells other processes, is a part of its own, and no time of that one.
     """
     return _whole(part_of_step_stages(spans, by, work), [*by, "step", "stage", "part"])
 
 
 def part_of_step_stages(spans: Rows, by: Sequence[str], work: Sequence[str]) -> Frame:
     """The same rows, as an engine adds them up: for tables that are put together of many parts."""
-    sums = _placed(spans, (*SPAN_COLUMNS, *work), by).group_by([*by, "step", "stage", "part"]).agg(
-        nw.len().alias("count"), nw.col("start_ns").sum(), nw.col("host_ns").sum(), *_sums_of_known(work)
-    )  # fmt: skip
-    return sums.filter(*_is_placed())
+    sums = nw.len().alias("count"), nw.col("start_ns").sum(), nw.col("host_ns").sum(), *_sums_of_known(work)
+    rows = _placed(spans, (*SPAN_COLUMNS, *work), by)
+    return _add_up(rows, [*by, "step", "stage", "part"], *sums).filter(*_is_placed())
 
 
 def stage_sums(stages: Rows, steps: Rows, by: Sequence[str] = TRACE, work: Sequence[str] = ()) -> Frame:
@@ -206,7 +208,7 @@ def places(spans: Rows, steps: Rows, by: Sequence[str] = TRACE) -> Frame:
     rows = rows.with_columns(nw.col("layer").fill_null(-1)).filter(*_is_placed())
     mine = rows.join(chosen, on=[*by, "step"], how="inner")
     keys = [*by, "phase", "stage", "layer", "part"]
-    return _whole(mine.group_by(keys).agg(nw.col("host_ns").sum()), keys)
+    return _whole(_add_up(mine, keys, nw.col("host_ns").sum()), keys)
 
 
 # -- common ------------------------------------------------------------------------------------
@@ -246,7 +248,11 @@ def _of_counted(stages: Rows, steps: Rows, by: Sequence[str]) -> Frame:
 
 
 def _placed(spans: Rows, columns: Sequence[str], by: Sequence[str]) -> Frame:
-    """Spans whose `part` is empty at the top of a step, their own right inside a stage, and null deeper down."""
+    """Spans whose `part` is empty at the top of a step, their own right inside a stage, and null deeper down.
+
+    What comes between the work of a part, `attention.weights` say, is placed by its last word at any depth; `around`
+    is the part that it is in, a column that is not there where no span is of that kind.
+    """
     rows, is_top = _read(spans, columns, by), nw.col("parent").is_null()
     top = rows.select(*by, "span", "parent").filter(is_top)
     if not by and _is_in_memory(spans):
@@ -256,7 +262,40 @@ def _placed(spans: Rows, columns: Sequence[str], by: Sequence[str]) -> Frame:
         known = top.select(*by, nw.col("span").alias("parent"), nw.lit(True).alias("inside"))
         rows = rows.join(known, on=[*by, "parent"], how="left")
         inside = nw.col("inside").fill_null(False)
-    return rows.with_columns(nw.when(is_top).then(nw.lit("")).when(inside).then(nw.col("part")).alias("part"))
+    placed = nw.when(is_top).then(nw.lit("")).when(inside).then(nw.col("part"))
+    if not _may_have_asides(spans):
+        return rows.with_columns(placed.alias("part"))
+    around = nw.col("part")
+    for word in ASIDES:
+        is_aside = nw.col("part").str.ends_with(f".{word}")
+        placed = nw.when(is_aside).then(nw.lit(word)).otherwise(placed)
+        around = around.str.replace_all(f".{word}", "", literal=True)
+    placed = placed.cast(nw.String)
+    return rows.with_columns(placed.alias("part"), nw.when(around != nw.col("part")).then(around).alias("around"))
+
+
+def _may_have_asides(spans: Rows) -> bool:
+    """Whether a span comes between the work of a part: in memory that is known at once, and mostly none does."""
+    frame = nw.from_native(spans)
+    if not isinstance(frame, nw.DataFrame):
+        return True
+    words = tuple(f".{word}" for word in ASIDES)
+    return any(part.endswith(words) for part in frame["part"].drop_nulls().unique().to_list())
+
+
+def _add_up(rows: Frame, keys: Sequence[str], *sums: nw.Expr) -> Frame:
+    """Sums over spans that are placed; what comes between the work of a part is no time of that part."""
+    found = rows.group_by(list(keys)).agg(*sums)
+    if "around" not in rows.collect_schema().names():
+        return found
+    asides = rows.filter(~nw.col("around").is_null())
+    columns = found.collect_schema().names()
+    times = [name for name in TIMES if name in columns]
+    around = nw.col("around").cast(nw.String).alias("part")
+    inside = asides.select(*(key for key in keys if key != "part"), around, *times)
+    taken = inside.group_by(list(keys)).agg(*(nw.col(name).sum().alias(f"{name}_aside") for name in times))
+    less = [(nw.col(name) - nw.col(f"{name}_aside").fill_null(0)).alias(name) for name in times]
+    return found.join(taken, on=list(keys), how="left").with_columns(*less).select(columns)
 
 
 def _is_placed() -> tuple[nw.Expr, nw.Expr]:
