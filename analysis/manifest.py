@@ -57,6 +57,8 @@ SHAPE: dict[str, Any] = {
             "stop_reasons": [TEXT, None], "drafted": INTEGER, "accepted": INTEGER,
         }
     ],
+    "rank": INTEGER,
+    "world_size": INTEGER,
     "ceilings": OBJECT,
     "overhead": {
         "untraced_s": Needed([NUMBER]), "traced_s": Needed([NUMBER]), "ratio": Needed(NUMBER),

@@ -22,6 +22,7 @@ from .kv_use import kv_use
 from .latency import latency
 from .memory import memory, predicted
 from .operators import OperatorTime, operators
+from .ranks import rank_times, rank_words
 from .report_data import SLOWEST, json_block, page_data, steps_in_page
 from .report_verdict import further_rows, parts_text, phase_panels
 from .report_words import visible
@@ -61,7 +62,7 @@ def render_report(trace: Trace) -> str:
         title=visible(str((trace.meta.get("model") or {}).get("id") or "unnamed model")),
         facts=report_head.facts(trace),
         marks=report_head.marks(trace),
-        notes=[visible(str(note)) for note in trace.meta.get("notes") or []],
+        notes=[visible(str(note)) for note in [*(trace.meta.get("notes") or []), *rank_words(rank_times(trace))]],
         prompts=report_head.texts(trace, "prompt"),
         outputs=report_head.texts(trace, "output"),
         long_text=LONG_TEXT,

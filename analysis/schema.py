@@ -282,6 +282,8 @@ MANIFEST_KEYS = {
     "command": "as it was typed; null from Python",
     "created": "wall-clock time of the trace's start, ISO 8601 with offset",
     "wall_clock_ns": "wall clock at `start_ns` = 0, to line up ranks and logs",
+    "rank": "of this process; the others' partitions are traces of their own in `rank-1`, `rank-2`, …",
+    "world_size": "processes of the job; 1 where there is one alone",
     "model": "id, revision, architecture, config, dtype, attention and experts implementation, "
     "parameters, weight bytes, layers, how the stages were found",
     "device": "type, name, threads or driver, memory",

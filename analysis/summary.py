@@ -10,6 +10,7 @@ from .kv_use import KVUse, kv_use
 from .latency import Latency, latency
 from .memory import Memory, memory
 from .operators import OperatorTime, operators
+from .ranks import RankTime, rank_times
 from .stage_sums import recorded_steps, steps_per_call
 from .trace import Trace
 from .verdicts import Verdicts, judge
@@ -45,6 +46,7 @@ class Summary:
     flops_decode: int | None
     peak_memory_bytes: int | None
     memory: Memory | None
+    ranks: list[RankTime]
     post_mortem: dict[str, Any] | None
     overhead: dict[str, Any] | None
     uncounted: list[dict[str, Any]] | None
@@ -60,6 +62,7 @@ class Summary:
             "memory": memory_document(self.memory),
             "stages": [asdict(row) for row in self.stages],
             "operators": [asdict(row) for row in self.operators],
+            "ranks": [asdict(row) for row in self.ranks],
         }
 
 
@@ -95,6 +98,7 @@ def summarize(trace: Trace) -> Summary:
         flops_decode=_flops(trace, "decode"),
         peak_memory_bytes=pc.max(steps["mem_peak_bytes"]).as_py(),
         memory=memory(trace),
+        ranks=rank_times(trace),
         post_mortem=meta.get("post_mortem"),
         overhead=meta.get("overhead"),
         uncounted=meta.get("uncounted"),

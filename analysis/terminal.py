@@ -13,6 +13,7 @@ from .kv_use import KVUse
 from .latency import Latency
 from .operators import OperatorTime
 from .post_mortem import post_mortem_words
+from .ranks import rank_words
 from .roofline import StageVerdict
 from .schema import PHASES
 from .summary import Summary
@@ -55,6 +56,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("KV cache", _kv(summary)),
         ("FLOPs", _flops(summary)),
         ("peak memory", _memory(summary)),
+        ("ranks", " ".join(rank_words(summary.ranks)) or units.NONE),
         ("uncounted", _uncounted(summary)),
         ("traced ÷ untraced", overhead_words(summary)),
     ]

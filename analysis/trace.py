@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from lifetrace.errors import TraceError
+
 from . import schema, table_file
 from .gaps import part_gap, status_gap
 from .manifest import MANIFEST, read_manifest
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 3  # of a trace in a folder of runs: a home folder is not searched through
 MAX_DIGITS = 18  # of a part's number
+RANK_FOLDERS = "rank-*"
 
 T = TypeVar("T")
 
@@ -28,7 +31,9 @@ class Trace:
         path: the folder.
         meta: the manifest, as `run.json` holds it.
         steps, spans, kv, tokens, modules, products: pandas DataFrames with Arrow types, so that
-            integers stay integers and a missing value is missing.
+            integers stay integers and a missing value is missing. Of a trace of several processes they hold
+            the rows of all, told apart by `rank`; `table` and all that stands on it are of the first.
+        ranks: the partitions of a trace of several processes, this one first.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
@@ -94,44 +99,73 @@ class Trace:
     @cached_property
     def steps(self) -> "pd.DataFrame":
         """One row a forward of the model."""
-        return _frame(self.table("steps"))
+        return self._frame("steps")
 
     @cached_property
     def spans(self) -> "pd.DataFrame":
         """One row a stage or module call."""
-        return _frame(self.table("spans"))
+        return self._frame("spans")
 
     @cached_property
     def kv(self) -> "pd.DataFrame":
         """One row a cache layer a step."""
-        return _frame(self.table("kv"))
+        return self._frame("kv")
 
     @cached_property
     def tokens(self) -> "pd.DataFrame":
         """One row a token a sequence."""
-        return _frame(self.table("tokens"))
+        return self._frame("tokens")
 
     @cached_property
     def modules(self) -> "pd.DataFrame":
         """One row a module with parameters of its own."""
-        return _frame(self.table("modules"))
+        return self._frame("modules")
 
     @cached_property
     def products(self) -> "pd.DataFrame":
         """One row a matrix product of each distinct step."""
-        return _frame(self.table("products"))
+        return self._frame("products")
 
     @cached_property
     def ops(self) -> "pd.DataFrame":
         """One row an operator of a place in a profiled step; empty unless the run was told `--ops`."""
-        return _frame(self.table("ops"))
+        return self._frame("ops")
 
     @cached_property
     def gaps(self) -> list[str]:
         """What is missing, in sentences: of a run that goes on still or was killed, of a file that was lost."""
         found = [status_gap(self.path, self.meta.get("status"))]
         found += [_part_gap(self.path, table) for table in schema.TABLES.values() if table.in_parts]
-        return [gap for gap in found if gap is not None]
+        others = [f"rank {one.rank}: {gap}" for one in self.ranks[1:] for gap in one.gaps]
+        return [gap for gap in found if gap is not None] + others + self._lost_ranks()
+
+    @property
+    def rank(self) -> int:
+        """Which process of a job wrote this partition."""
+        return int(self.meta.get("rank") or 0)
+
+    @cached_property
+    def ranks(self) -> "list[Trace]":
+        """The partitions of all processes of the job that left one, this one first.
+
+        Raises:
+            TraceError: one of them cannot be read.
+        """
+        if self.rank:
+            return [self]
+        folders = [folder for folder in self.path.glob(RANK_FOLDERS) if (folder / MANIFEST).is_file()]
+        if any(folder.is_symlink() for folder in folders) or len(folders) > table_file.MAX_RANKS:
+            raise TraceError(f"{self.path} is damaged: its ranks are links, or more than {table_file.MAX_RANKS}.")
+        return sorted([self, *map(read_trace, folders)], key=lambda trace: trace.rank)
+
+    def _lost_ranks(self) -> list[str]:
+        expected = 0 if self.rank else min(int(self.meta.get("world_size") or 1), table_file.MAX_RANKS)
+        lost = set(range(expected)) - {one.rank for one in self.ranks}
+        return [f"rank {rank} left no trace: it was not traced, or ended before" for rank in sorted(lost)]
+
+    def _frame(self, name: str) -> "pd.DataFrame":
+        """A table of all processes."""
+        return _frame(pa.concat_tables([one.table(name) for one in self.ranks]).unify_dictionaries())
 
     def timeline(self) -> "go.Figure":
         """Draw each step as a bar of the stages that took its time."""
@@ -203,7 +237,8 @@ def trace_folders(path: str | Path) -> list[Path]:
     if (folder / MANIFEST).is_file() or folder.name == MANIFEST:
         return [folder]
     levels = ("*/" * depth for depth in range(1, MAX_DEPTH + 1))
-    return sorted(manifest.parent for level in levels for manifest in folder.glob(level + MANIFEST))
+    found = (manifest.parent for level in levels for manifest in folder.glob(level + MANIFEST))
+    return sorted(one for one in found if not (one.parent / MANIFEST).is_file())  # it would be a rank's partition
 
 
 def read_traces(path: str | Path) -> list[Trace]:

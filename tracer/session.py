@@ -30,6 +30,7 @@ from .counts import Completion, WorkLog, set_column
 from .failure import Failure, failure_of
 from .logprobs import Sequence, TokenKey
 from .peak_memory import composition, peak_facts
+from .ranks import this_process
 from .stage_memory import StageMemory
 from .stage_ops import StageOps, chosen_steps
 from .steps import StepReader, is_top, table_of
@@ -80,7 +81,8 @@ class Session:
         force: bool = False,
     ) -> None:
         self.model = generating_model(model)
-        self.path = path
+        self.process = this_process()
+        self.folder, self.path = path, self.process.partition(path)
         self.options = options
         self.tokenizer = tokenizer
         self.facts = facts or {}
@@ -91,8 +93,8 @@ class Session:
         ]
         self.slots = slots_for(self.model, self.lifecycle, options.detail)
         self.device = torch.device(device_of(self.model) or "cpu")
-        prepare_folder(path, force)
-        self.writer = TraceWriter(path)
+        prepare_folder(self.path, force)
+        self.writer = TraceWriter(self.path)
         self.run_id = f"{datetime.now():%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
         self.faults: list[LifetraceError] = []
         self.recorder = Recorder(
@@ -109,7 +111,7 @@ class Session:
         self.recorder.on_assistant = self._adopt
         self.assistants: list[tuple[Any, stages.Lifecycle]] = []
         self._adopted: list[Attachment] = []
-        self.tokens = TokenReader(tokenizer, self.run_id)
+        self.tokens = TokenReader(tokenizer, self.run_id, self.process.rank)
         self.work = WorkLog()
         self.cold = ColdWatch()
         self.stage_memory = StageMemory(self.slots)
@@ -131,9 +133,10 @@ class Session:
 
     def start(self, attach: bool = True) -> None:
         """Write the first manifest and put on the hooks."""
+        self.run_id = self.tokens.run_id = self.process.run_id(self.folder, self.run_id)
         wall_clock_ns = time.time_ns()
         self.origin_ns = perf_counter_ns()
-        self.reader = StepReader(self.slots, self.run_id, 0, self.origin_ns)
+        self.reader = StepReader(self.slots, self.run_id, self.process.rank, self.origin_ns)
         self.manifest = self._first_manifest(wall_clock_ns)
         self.claim = claim_folder(self.path, force=False)
         try:
@@ -353,7 +356,7 @@ class Session:
         """Note a stage outside the model, tokenize or detokenize; written with the next steps."""
         row = {
             "run_id": self.run_id,
-            "rank": 0,
+            "rank": self.process.rank,
             "stage": stage,
             "device": "cpu",
             "start_ns": start_ns - self.origin_ns,
@@ -433,7 +436,7 @@ class Session:
         self.writer.complete("tokens", lambda rows: rows)
         if self.stage_ops is not None:
             step_at = {ordinal: step for step, ordinal in sorted(ordinals.items(), reverse=True)}
-            self.writer.part("ops", table_of(schema.OPS, self.stage_ops.rows(step_at, self.run_id)))
+            self.writer.part("ops", table_of(schema.OPS, self.stage_ops.rows(step_at, self.run_id, self.process.rank)))
         self.writer.table("modules", self._modules())
         self.writer.table("products", table_of(schema.PRODUCTS, work.products))
 
@@ -503,6 +506,8 @@ class Session:
             "status": "running",
             "created": datetime.now().astimezone().isoformat(timespec="seconds"),
             "wall_clock_ns": wall_clock_ns,
+            "rank": self.process.rank,
+            "world_size": self.process.world_size,
             "model": self._model_facts(),
             "device": environment.device_facts(self.device),
             "versions": environment.versions(),
@@ -631,6 +636,8 @@ def default_folder(model: Any) -> Path:
 
 def new_folder(model_id: str) -> Path:
     """A folder in `traces` that is not there yet; of two runs in one second the later has a number behind its name."""
+    if this_process().world_size > 1:
+        raise UsageError("Several processes write one trace: give each of them the same folder with --out (out=).")
     first = Path("traces") / folder_name(model_id)
     numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([first], numbered) if _claim(path))

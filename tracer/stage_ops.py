@@ -46,10 +46,10 @@ class StageOps:
                 rows = self._rows(pattern_of(marks.codes, self.slots), marks.profile)
                 self._by_ordinal[step.ordinal] = [{"phase": phase_of(step), **row} for row in rows]
 
-    def rows(self, step_at: dict[int, int], run_id: str) -> list[dict[str, Any]]:
+    def rows(self, step_at: dict[int, int], run_id: str, rank: int) -> list[dict[str, Any]]:
         """Rows under the steps of the trace, which `step_at` gives for a position in the call."""
         return [
-            {"run_id": run_id, "rank": 0, "step": step_at[ordinal], **row}
+            {"run_id": run_id, "rank": rank, "step": step_at[ordinal], **row}
             for ordinal, rows in sorted(self._by_ordinal.items())
             if ordinal in step_at
             for row in rows

@@ -98,9 +98,10 @@ class CallTokens:
 class TokenReader:
     """Collects steps by call while the run goes, and gives token rows once a call has ended."""
 
-    def __init__(self, tokenizer: Any, run_id: str) -> None:
+    def __init__(self, tokenizer: Any, run_id: str, rank: int = 0) -> None:
         self.use(tokenizer)
         self.run_id = run_id
+        self.rank = rank
         self._steps: dict[int, StepLog] = {}
         self._texts: dict[int, str] = {}
         self._read: dict[int, CallTokens | None] = {}
@@ -213,7 +214,7 @@ class TokenReader:
         generated = position >= tokens.prompt_length
         return {
             "run_id": self.run_id,
-            "rank": 0,
+            "rank": self.rank,
             "call": call.index,
             "step": step.step if step is not None else None,
             "sequence": sequence,

@@ -61,6 +61,7 @@ class trace:
         options = Options(detail, every, steps[0], steps[1])
         self.path = path
         self._session: Session | None = Session(model, path, options, tokenizer, force=force)
+        self.path = self._session.path
         self._session.on_out_of_memory = post_mortem
         self._strict = strict
         self._trace: Trace | None = None

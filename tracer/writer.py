@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lifetrace.analysis import schema
-from lifetrace.analysis.gaps import CLAIM
+from lifetrace.analysis.gaps import CLAIM, is_claimed
+from lifetrace.analysis.trace import RANK_FOLDERS
 from lifetrace.errors import RunError, TraceError
 
 from .claim import Claim
@@ -56,17 +57,27 @@ def claim_folder(path: Path, force: bool) -> Claim:
 
 
 def _empty(path: Path, force: bool) -> None:
-    if any(file.name != CLAIM for file in path.iterdir()):
+    if any(file.name != CLAIM and not _is_of_another_rank(file) for file in path.iterdir()):
         if not force:
             raise TraceError(f"The folder {path} is not empty; choose another with --out, or add --force.")
         remove_trace(path)
 
 
+def _is_of_another_rank(file: Path) -> bool:
+    """Whether a process of the same job has begun to write there, or is about to."""
+    return file.match(RANK_FOLDERS) and file.is_dir() and (is_claimed(file) or not (file / MANIFEST).exists())
+
+
 def remove_trace(path: Path) -> None:
     """Remove the files of a trace and nothing else, also of one that was killed; other things are refused."""
     unfinished = [file for pattern in UNFINISHED for file in path.glob(pattern)]
-    if not (path / MANIFEST).exists() and set(path.iterdir()) - {*unfinished, path / CLAIM}:
+    ranks = list(path.glob(RANK_FOLDERS))
+    if not (path / MANIFEST).exists() and set(path.iterdir()) - {*unfinished, *ranks, path / CLAIM}:
         raise TraceError(f"The folder {path} holds something that is no trace; lifetrace does not delete that.")
+    for folder in ranks:
+        if not _is_of_another_rank(folder):
+            remove_trace(folder)
+            folder.rmdir()
     for file in unfinished:
         file.unlink()
     for table in schema.TABLES.values():

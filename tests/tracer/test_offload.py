@@ -1,0 +1,64 @@
+"""Weights that accelerate brings from the disk for each call: a part of their own, at every level of detail."""
+
+import pytest
+import torch
+from killing import model_r as make_r
+from left_behind import left_behind
+from transformers import AutoModelForCausalLM
+
+import lifetrace
+from lifetrace.analysis.breakdown import breakdown
+
+PROMPT = torch.arange(3, 15)[None]
+# Of one layer: q, o (64 x 64), k, v (64 x 32), three of 64 x 128, two norms of 64, in float32.
+LAYER_BYTES = (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) * 4
+OFFLOADED = (2, 3)
+
+
+@pytest.fixture
+def offloaded(tmp_path):
+    """Model R, two of whose four layers lie on the disk."""
+    make_r().save_pretrained(tmp_path / "model")
+    others = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    layers = {f"model.layers.{n}": "disk" if n in OFFLOADED else "cpu" for n in range(4)}
+    return AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=others | layers, offload_folder=tmp_path / "offloaded"
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    ("detail", "parts"),
+    [
+        ("layer", {"weights": 9}),
+        ("block", {"norm.weights": 2, "attention.weights": 4, "mlp.weights": 3}),
+        ("module", {"norm.weights": 2, "attention.weights": 4, "mlp.weights": 3}),
+    ],
+)
+def test_bringing_weights_is_a_part_of_its_own(offloaded, tmp_path, detail, parts):
+    expected = make_r().generate(PROMPT, max_new_tokens=3, do_sample=False)
+    before = left_behind(offloaded)
+    with lifetrace.trace(offloaded, out=tmp_path / "t", detail=detail) as trace:
+        assert torch.equal(offloaded.generate(PROMPT, max_new_tokens=3, do_sample=False), expected)
+    assert left_behind(offloaded) == before
+    spans = trace.spans[trace.spans.part.fillna("").str.endswith("weights")]
+    assert sorted(spans.layer.unique()) == list(OFFLOADED)
+    one = spans[(spans.step == 1) & (spans.layer == 2)]
+    assert one.part.value_counts().to_dict() == parts
+    assert one.weight_bytes.sum() == LAYER_BYTES
+    assert (spans.flops == 0).all()
+    assert trace.steps.flops_dense.tolist() == [3_719_168, 340_992, 342_016]
+    whole = {(row.phase, row.part): row for row in breakdown(trace) if row.stage == "layer"}
+    inside = [row.time_ns for (phase, part), row in whole.items() if phase == "decode" and part is not None]
+    assert sum(inside) == pytest.approx(whole["decode", None].time_ns)
+    assert whole["decode", "weights"].time_ns == pytest.approx(spans[spans.phase == "decode"].host_ns.sum())
+    assert min(inside) > 0
+
+
+def test_a_copy_of_a_traced_model_marks_nothing(offloaded, tmp_path):
+    import copy
+
+    with lifetrace.trace(offloaded, out=tmp_path / "t") as trace:
+        twin = copy.deepcopy(offloaded)
+        twin.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    assert len(trace.steps) == 0
+    assert type(twin.model.layers[2].mlp.up_proj._hf_hook).__name__ == "AlignDevicesHook"

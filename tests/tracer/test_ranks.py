@@ -1,0 +1,121 @@
+"""Several processes of one job: each writes its partition, and one trace is read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from killing import model_r as make_r
+
+import lifetrace
+from lifetrace.cli import main
+from lifetrace.errors import TraceError, UsageError
+
+SCRIPT = Path(__file__).parents[1] / "support" / "tensor_parallel.py"
+PROMPT = torch.arange(3, 15)[None]
+
+
+@pytest.fixture(scope="module")
+def slow_rank(tmp_path_factory):
+    """Two real processes, of which the second takes 50 ms longer in each layer."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_r().save_pretrained(folder / "model")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(SCRIPT), str(folder / "model"), str(folder / "t"), "slow"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    said = sorted(line for line in ended.stdout.replace("rank", "\nrank").splitlines() if line.startswith("rank"))
+    assert [line[:6] for line in said] == ["rank 0", "rank 1"]
+    assert said[0][6:] == said[1][6:]
+    return folder / "t"
+
+
+def test_one_trace_is_read_of_two_processes(slow_rank):
+    trace = lifetrace.read_trace(slow_rank)
+    assert [one.rank for one in trace.ranks] == [0, 1]
+    assert trace.steps.groupby("rank").step.apply(list).to_dict() == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
+    assert trace.steps.run_id.nunique() == 1
+    assert trace.meta["world_size"] == 2
+    assert trace.gaps == []
+    assert len(trace.table("steps")) == 4
+
+
+def test_each_process_counts_its_own_half(slow_rank):
+    """All matrices of model R are split in two, the norms (9 of 64 numbers) are not."""
+    trace = lifetrace.read_trace(slow_rank)
+    assert trace.steps.flops_dense.tolist() == [3_719_168 // 2, 340_992 // 2, 342_016 // 2, 343_040 // 2] * 2
+    assert trace.meta["model"]["parameters"] == 180_800
+    assert trace.meta["model"]["weight_bytes"] == (180_800 - 9 * 64) * 4 // 2 + 9 * 64 * 4
+    assert trace.steps.op_count.isna().all()
+    assert any("shared out to several processes" in note for note in trace.meta["notes"])
+
+
+def test_who_is_late_is_said(slow_rank):
+    shown = CliRunner().invoke(main, ["show", str(slow_rank), "--json"])
+    document = json.loads(shown.stdout)
+    decode = {row["rank"]: row for row in document["ranks"] if row["phase"] == "decode"}
+    assert decode[0]["share"] > 0.5 > decode[1]["share"]
+    parts = {(row["stage"], row["part"]) for row in document["stages"] if row["phase"] == "decode"}
+    assert {("layer", "communication"), ("embed", "communication"), ("lm_head", "communication")} <= parts
+    text = " ".join(CliRunner().invoke(main, ["show", str(slow_rank)]).stdout.split())
+    assert "In decode rank 1 keeps the others waiting" in text
+
+
+def test_communication_lies_in_what_waits_for_it(slow_rank):
+    """One sum behind the output projection and one behind the MLP, of each of four layers, in each of four steps."""
+    spans = lifetrace.read_trace(slow_rank).spans
+    spans = spans[(spans["rank"] == 0) & (spans.stage == "layer")]
+    counts = spans.part.value_counts()
+    assert (counts["attention.communication"], counts["mlp.communication"]) == (16, 16)
+    assert spans[spans.part == "mlp.communication"].flops.tolist() == [0] * 16
+
+
+def test_a_folder_of_runs_lists_the_run_once(slow_rank):
+    assert lifetrace.analysis.trace.trace_folders(slow_rank.parent) == [slow_rank]
+
+
+def traced_as(monkeypatch, model, rank, out, **how):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with lifetrace.trace(model, out=out, **how) as trace:
+        model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    return trace
+
+
+def test_partitions_of_an_older_job_do_not_stay(model_r, tmp_path, monkeypatch):
+    monkeypatch.setattr("lifetrace.ranks.PATIENCE_S", 0.1)
+    for rank in (0, 1):
+        traced_as(monkeypatch, model_r, rank, tmp_path / "t")
+    old = lifetrace.read_trace(tmp_path / "t")
+    assert [one.rank for one in old.ranks] == [0, 1]
+    with pytest.raises(TraceError, match="not empty"):
+        traced_as(monkeypatch, model_r, 0, tmp_path / "t")
+    traced_as(monkeypatch, model_r, 0, tmp_path / "t", force=True)
+    new = lifetrace.read_trace(tmp_path / "t")
+    assert [one.rank for one in new.ranks] == [0]
+    assert new.gaps == ["rank 1 left no trace: it was not traced, or ended before"]
+
+
+def test_a_process_that_began_first_is_left_alone(model_r, tmp_path, monkeypatch):
+    monkeypatch.setattr("lifetrace.ranks.PATIENCE_S", 0.1)
+    (tmp_path / "t" / "rank-1").mkdir(parents=True)
+    traced_as(monkeypatch, model_r, 0, tmp_path / "t")
+    assert (tmp_path / "t" / "rank-1").is_dir()
+
+
+def test_several_processes_are_told_to_name_a_folder(model_r, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="the same folder"):
+        traced_as(monkeypatch, model_r, 0, None)
+
+
+def test_a_rank_that_was_killed_is_named(slow_rank, tmp_path):
+    import shutil
+
+    shutil.copytree(slow_rank, tmp_path / "t")
+    meta = json.loads((tmp_path / "t" / "rank-1" / "run.json").read_text())
+    (tmp_path / "t" / "rank-1" / "run.json").write_text(json.dumps(meta | {"status": "running"}))
+    assert lifetrace.read_trace(tmp_path / "t").gaps[0].startswith("rank 1: the run did not come to its end")
