@@ -262,7 +262,7 @@ def _placed(spans: Rows, columns: Sequence[str], by: Sequence[str]) -> Frame:
         known = top.select(*by, nw.col("span").alias("parent"), nw.lit(True).alias("inside"))
         rows = rows.join(known, on=[*by, "parent"], how="left")
         inside = nw.col("inside").fill_null(False)
-    placed = nw.when(is_top).then(nw.lit("")).when(inside).then(nw.col("part"))
+    placed: nw.Expr = nw.when(is_top).then(nw.lit("")).when(inside).then(nw.col("part"))
     if not _may_have_asides(spans):
         return rows.with_columns(placed.alias("part"))
     around = nw.col("part")

@@ -155,9 +155,9 @@ class TableFiles:
     def _batches(self) -> list[list[int]]:
         """Consecutive files that are read together: one, or several small ones."""
         found: list[list[int]] = []
-        size = BATCH_BYTES
+        size = 0
         for number, more in enumerate(self._sizes):
-            if size + more > BATCH_BYTES:
+            if not found or size + more > BATCH_BYTES:
                 found.append([])
                 size = 0
             found[-1].append(number)

@@ -187,6 +187,12 @@ def test_a_shape_of_more_dimensions_than_any_tensor_is_refused(folder):
         read_trace(folder).table("spans")
 
 
+def test_an_empty_part_is_refused_in_a_sentence(folder):
+    (folder / "spans" / "part-00000.parquet").write_bytes(b"")
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(folder).scan("spans", ["step"], len)
+
+
 def test_products_of_no_step_explain_nothing(tmp_path):
     shutil.copytree(hostile.SAMPLE, tmp_path / "t")
     rows = pq.ParquetFile(tmp_path / "t" / "products.parquet").read()
