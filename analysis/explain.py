@@ -18,6 +18,7 @@ from lifetrace.errors import UsageError
 
 from . import ceilings as ceilings_module
 from .ceilings import Ceilings
+from .queries import is_aside
 from .roofline import ITEM_BYTES, Verdict, model_dtype, verdict, working_set
 from .trace import Trace
 
@@ -213,7 +214,7 @@ def _recorded(spans: pa.Table) -> str:
 def _matmuls(trace: Trace, step: dict[str, Any], spans: list[dict[str, Any]], judge: _Judge) -> list[Matmul]:
     """The products of the layer in this step; between two counted lengths they lie on a line."""
     layer = spans[0]
-    timed = {(row["module"], row["call_index"]): _time_ns(row) for row in spans if row["module"] is not None}
+    timed = {(row["module"], row["call_index"]): _time_ns(row) for row in _calls(spans)}
     item_bytes = ITEM_BYTES.get(layer["dtype"] or "")
     rows = _in_order(_products_at(trace, step), layer["module"], layer["call_index"])
     if layer["flops_dense"] not in (None, sum(row["flops"] for row in rows)):
@@ -229,6 +230,11 @@ def _matmuls(trace: Trace, step: dict[str, Any], spans: list[dict[str, Any]], ju
         sizes = {name: row[name] for name in DIMENSIONS}
         found.append(Matmul(row["module"], role, result_bytes=result, verdict=judged, **sizes))
     return found
+
+
+def _calls(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of modules, without what only comes between them under a module's name."""
+    return [row for row in spans if row["module"] is not None and not is_aside(row["part"])]
 
 
 def _attentions(rows: list[dict[str, Any]], q_len: int | None) -> Iterator[tuple[str, int]]:
@@ -309,7 +315,7 @@ def _pieces(spans: list[dict[str, Any]], matmuls: Sequence[Matmul], judge: _Judg
     depth = {spans[0]["span"]: 0}
     for row in spans[1:]:
         depth[row["span"]] = depth.get(row["parent"], 0) + 1
-    homes = [(row["span"], row["module"]) for row in spans if row["module"] is not None]
+    homes = [(row["span"], row["module"]) for row in _calls(spans)]
     in_span: dict[int, list[Matmul]] = {}
     for matmul in matmuls:
         in_span.setdefault(_home(matmul, homes, spans), []).append(matmul)

@@ -274,6 +274,11 @@ def _placed(spans: Rows, columns: Sequence[str], by: Sequence[str]) -> Frame:
     return rows.with_columns(placed.alias("part"), nw.when(around != nw.col("part")).then(around).alias("around"))
 
 
+def is_aside(part: str | None) -> bool:
+    """Whether a span comes between the work of others: weights that are brought, or processes that talk."""
+    return part is not None and part.rpartition(".")[2] in ASIDES
+
+
 def _may_have_asides(spans: Rows) -> bool:
     """Whether a span comes between the work of a part: in memory that is known at once, and mostly none does."""
     frame = nw.from_native(spans)

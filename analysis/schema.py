@@ -142,7 +142,12 @@ SPANS = Table(
         Column("parent", INT, "the enclosing span; null at the top of a step"),
         Column("stage", WORD, "one of " + ", ".join(f"`{stage}`" for stage in STAGES)),
         Column("layer", SMALL, "execution order within the step, equal to the cache slot; null outside layers"),
-        Column("part", WORD, "null on a layer's own row; inside: `norm`, `attention`, `mlp`, `qkv`, …"),
+        Column(
+            "part",
+            WORD,
+            "null on a layer's own row; inside: `norm`, `attention`, `mlp`, `qkv`, …; `weights` that are brought for a "
+            "call and `communication` between processes, in another part `attention.weights` and so on",
+        ),
         Column("module", WORD, "qualified name; null where no module stands behind the row"),
         Column("class_name", WORD, "class of the module"),
         Column("call_index", SMALL, "which call of this module in the step, from 0"),

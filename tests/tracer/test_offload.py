@@ -1,13 +1,17 @@
 """Weights that accelerate brings from the disk for each call: a part of their own, at every level of detail."""
 
+import json
+
 import pytest
 import torch
+from click.testing import CliRunner
 from killing import model_r as make_r
 from left_behind import left_behind
 from transformers import AutoModelForCausalLM
 
 import lifetrace
 from lifetrace.analysis.breakdown import breakdown
+from lifetrace.cli import main
 
 PROMPT = torch.arange(3, 15)[None]
 # Of one layer: q, o (64 x 64), k, v (64 x 32), three of 64 x 128, two norms of 64, in float32.
@@ -52,6 +56,14 @@ def test_bringing_weights_is_a_part_of_its_own(offloaded, tmp_path, detail, part
     assert sum(inside) == pytest.approx(whole["decode", None].time_ns)
     assert whole["decode", "weights"].time_ns == pytest.approx(spans[spans.phase == "decode"].host_ns.sum())
     assert min(inside) > 0
+
+
+def test_explain_leaves_products_with_what_computes_them(offloaded, tmp_path):
+    with lifetrace.trace(offloaded, out=tmp_path / "t") as trace:
+        offloaded.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    shown = CliRunner().invoke(main, ["explain", str(trace.path), "--layer", "2", "--step", "1", "--json"])
+    pieces = json.loads(shown.stdout)["pieces"]
+    assert {piece["part"]: len(piece["matmuls"]) for piece in pieces if piece["matmuls"]} == {"attention": 6, "mlp": 3}
 
 
 def test_a_copy_of_a_traced_model_marks_nothing(offloaded, tmp_path):
