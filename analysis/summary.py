@@ -15,6 +15,7 @@ from .stage_sums import recorded_steps, steps_per_call
 from .trace import Trace
 from .verdicts import Verdicts, judge
 
+MUCH = 0.05
 UNSTEADY = 1.15  # equal runs that differ by more make their times doubtful
 
 
@@ -126,6 +127,11 @@ def _doubts(trace: Trace) -> list[str]:
     noise = (trace.meta.get("overhead") or {}).get("noise")
     if noise is not None and noise > UNSTEADY:
         doubts.append(f"equal untraced runs differ by {noise - 1:.0%}: this machine was not quiet, doubt the times")
+    doubts += [
+        f"{row.share:.0%} of {row.phase} is bringing the layers' offloaded weights to where they are used"
+        for row in breakdown(trace)
+        if (row.stage, row.part) == ("layer", "weights") and row.share >= MUCH
+    ]
     if not len(trace.table("steps")):
         doubts.append("this trace holds no steps")
     elif not recorded_steps(trace):

@@ -156,7 +156,9 @@ class Trace:
         folders = [folder for folder in self.path.glob(RANK_FOLDERS) if (folder / MANIFEST).is_file()]
         if any(folder.is_symlink() for folder in folders) or len(folders) > table_file.MAX_RANKS:
             raise TraceError(f"{self.path} is damaged: its ranks are links, or more than {table_file.MAX_RANKS}.")
-        return sorted([self, *map(read_trace, folders)], key=lambda trace: trace.rank)
+        others = (read_trace(folder) for folder in folders)
+        mine = [one for one in others if 0 < one.rank < (self.meta.get("world_size") or 1)]  # others are of another job
+        return sorted([self, *mine], key=lambda trace: trace.rank)
 
     def _lost_ranks(self) -> list[str]:
         expected = 0 if self.rank else min(int(self.meta.get("world_size") or 1), table_file.MAX_RANKS)

@@ -318,6 +318,8 @@ def meta_copy(model: nn.Module) -> Any:
         for value in own:
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _meta(value)
+        hook = getattr(module, "_hf_hook", None)
+        memo[id(hook)] = hook  # it holds the offloaded weights themselves, and is left out below
     clone = copy.deepcopy(model, memo)
     for module in clone.modules():
         for name in HOOK_DICTS:

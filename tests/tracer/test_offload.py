@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import lifetrace
 from lifetrace.analysis.breakdown import breakdown
 from lifetrace.cli import main
+from lifetrace.hooks.replay import meta_copy
 
 PROMPT = torch.arange(3, 15)[None]
 # Of one layer: q, o (64 x 64), k, v (64 x 32), three of 64 x 128, two norms of 64, in float32.
@@ -64,6 +65,24 @@ def test_explain_leaves_products_with_what_computes_them(offloaded, tmp_path):
     shown = CliRunner().invoke(main, ["explain", str(trace.path), "--layer", "2", "--step", "1", "--json"])
     pieces = json.loads(shown.stdout)["pieces"]
     assert {piece["part"]: len(piece["matmuls"]) for piece in pieces if piece["matmuls"]} == {"attention": 6, "mlp": 3}
+
+
+def test_show_says_how_much_of_the_time_it_is(offloaded, tmp_path):
+    with lifetrace.trace(offloaded, out=tmp_path / "t") as trace:
+        offloaded.generate(PROMPT, max_new_tokens=3, do_sample=False)
+    share = next(r.share for r in breakdown(trace) if (r.phase, r.stage, r.part) == ("decode", "layer", "weights"))
+    shown = " ".join(CliRunner().invoke(main, ["show", str(trace.path)]).stdout.split())
+    assert f"{share:.0%} of decode is bringing the layers' offloaded weights" in shown
+
+
+def test_counting_copies_no_offloaded_weights(offloaded):
+    class Kept(dict):
+        def __deepcopy__(self, memo):
+            raise AssertionError("the weights themselves are copied")
+
+    loader = offloaded.model.layers[2].mlp.up_proj._hf_hook
+    loader.weights_map = Kept(weight=loader.weights_map["weight"])
+    assert {parameter.device.type for parameter in meta_copy(offloaded).parameters()} == {"meta"}
 
 
 def test_a_copy_of_a_traced_model_marks_nothing(offloaded, tmp_path):
