@@ -121,9 +121,11 @@ def test_control_c_ends_as_without(run, tmp_path, monkeypatch):
     codes = []
     for options in ([], ["-m", "lifetrace", "exec", "--out", "t", "--no-report"]):
         process = subprocess.Popen(
-            [sys.executable, *options, "wait.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, *options, "wait.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        )  # fmt: skip
         assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.5)  # until it sleeps: what is raised where Python clears up after itself goes nowhere
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
         assert "KeyboardInterrupt" in error
