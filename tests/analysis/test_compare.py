@@ -1,4 +1,4 @@
-"""Runs side by side: real traces of the embedded model, one of them with 10 ms of sleep in one layer's MLP."""
+"""Runs side by side: real traces of the embedded model, one of them with 40 ms of sleep in one layer's MLP."""
 
 import json
 import time
@@ -40,7 +40,7 @@ def runs(demo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     record(demo, folder / "a")
     record(demo, folder / "b")
-    handle = demo.model.layers[3].mlp.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+    handle = demo.model.layers[3].mlp.register_forward_pre_hook(lambda *_: time.sleep(0.04))
     record(demo, folder / "slow")
     handle.remove()
     return folder
