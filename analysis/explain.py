@@ -18,8 +18,8 @@ from lifetrace.errors import UsageError
 
 from . import ceilings as ceilings_module
 from .ceilings import Ceilings
-from .queries import is_aside
 from .roofline import ITEM_BYTES, Verdict, model_dtype, verdict, working_set
+from .schema import is_aside
 from .trace import Trace
 
 ROLES = ("scores", "weighted sum")  # of attention's own two products

@@ -13,6 +13,8 @@ from typing import Any
 import narwhals as nw
 from narwhals.typing import IntoFrame
 
+from .schema import ASIDES
+
 TRACE = ("run_id", "rank")
 # What a span or step may have been counted or not: beside each sum stands how many values it is of.
 SPAN_WORK = (
@@ -25,7 +27,6 @@ STEP_WORK = (
 )  # fmt: skip
 SPAN_COLUMNS = ("step", "span", "parent", "stage", "part", "start_ns", "host_ns")
 OWN = "own"
-ASIDES = ("weights", "communication")
 TIMES = ("host_ns", "device_ns")
 
 Frame = nw.LazyFrame[Any]
@@ -272,11 +273,6 @@ def _placed(spans: Rows, columns: Sequence[str], by: Sequence[str]) -> Frame:
         around = around.str.replace_all(f".{word}", "", literal=True)
     placed = placed.cast(nw.String)
     return rows.with_columns(placed.alias("part"), nw.when(around != nw.col("part")).then(around).alias("around"))
-
-
-def is_aside(part: str | None) -> bool:
-    """Whether a span comes between the work of others: weights that are brought, or processes that talk."""
-    return part is not None and part.rpartition(".")[2] in ASIDES
 
 
 def _may_have_asides(spans: Rows) -> bool:

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 from .breakdown import breakdown
-from .schema import PHASES
-from .stage_sums import phase_totals
+from .schema import COMMUNICATION, PHASES
 from .trace import Trace
 
-COMMUNICATION = "communication"
 UNEVEN = 0.1  # of a phase's time: by so much the shares of talking differ where one keeps the others waiting
 
 
@@ -34,9 +32,9 @@ def rank_times(trace: Trace) -> list[RankTime]:
 
 
 def _rank_time(trace: Trace, phase: str) -> RankTime | None:
-    if phase not in phase_totals(trace):
-        return None
     rows = [row for row in breakdown(trace) if row.phase == phase]
+    if not rows:
+        return None
     whole = sum(row.time_ns for row in rows if row.part is None)
     talked = sum(row.time_ns for row in rows if row.part == COMMUNICATION)
     share = talked / whole if whole else 0.0
@@ -44,12 +42,12 @@ def _rank_time(trace: Trace, phase: str) -> RankTime | None:
 
 
 def rank_words(times: list[RankTime]) -> list[str]:
-    """A sentence a phase: who keeps the others waiting, or that nobody does."""
+    """A sentence for each phase in which they talk: who keeps the others waiting, or that nobody does."""
     said = []
     for phase in PHASES:
         mine = sorted((row for row in times if row.phase == phase), key=lambda row: row.share)
-        if len(mine) < 2:
-            continue
+        if len(mine) < 2 or not any(row.communication_ns for row in mine):
+            continue  # processes that say nothing to each other do not wait for each other
         least, most = mine[0], mine[-1]
         if most.share - least.share >= UNEVEN:
             said.append(

@@ -22,6 +22,8 @@ WORD = pa.dictionary(pa.int32(), pa.string())
 SHAPE = pa.list_(pa.int32())
 
 PHASES = ("prefill", "decode")
+# Parts that come between the work of others: weights that are brought for a call, processes that talk.
+ASIDES = WEIGHTS, COMMUNICATION = "weights", "communication"
 STAGES = (
     "tokenize", "prepare", "embed", "layer", "final_norm", "lm_head", "sample", "detokenize", "nested", "other",
 )  # fmt: skip
@@ -323,6 +325,11 @@ REQUIRED = {
     "products": frozenset(column.name for column in PRODUCTS.columns),
     "ops": frozenset(("step", "phase", "op", "count", "host_ns")),
 }
+
+
+def is_aside(part: str | None) -> bool:
+    """Whether a part comes between the work of others, alone or in one of them: `attention.weights`, say."""
+    return part is not None and part.rpartition(".")[2] in ASIDES
 
 
 def markdown() -> str:

@@ -20,7 +20,7 @@ from .stages import Lifecycle, Place
 
 DETAILS = ("layer", "block", "module")
 # Parts that come between the work of others, at every level of detail: shown beside the part that they are in.
-ASIDES = LOADING, COMMUNICATING = "weights", "communication"
+LOADING, COMMUNICATING = "weights", "communication"
 # Where torch keeps the hooks of a module's forward.
 HOOK_DICTS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -156,11 +156,6 @@ def compiled_regions(model: nn.Module) -> list[str]:
 
 def _inside(name: str, outer: str) -> bool:
     return outer == "" or name.startswith(f"{outer}.")
-
-
-def is_aside(part: str | None) -> bool:
-    """Whether a part comes between the work of others, alone or in one of them: `attention.weights`, say."""
-    return part is not None and part.rpartition(".")[2] in ASIDES
 
 
 def slots_for(model: nn.Module, lifecycle: Lifecycle, detail: str) -> list[Slot]:

@@ -14,7 +14,6 @@ import pyarrow as pa
 import torch
 
 from lifetrace.analysis import schema
-from lifetrace.hooks.attach import is_aside
 from lifetrace.hooks.counting import CallCount, ForwardCount
 from lifetrace.hooks.kvcache import LayerKV
 from lifetrace.hooks.kvstate import KVLayout, KVState
@@ -508,7 +507,7 @@ class Completion:
         """Add up the time of each module, and under None that of all stages."""
         fields = (rows[name].to_pylist() for name in ("step", "module", "parent", "part", "host_ns"))
         for step, module, parent, part, host_ns in zip(*fields, strict=True):
-            if module is not None and not is_aside(part):
+            if module is not None and not schema.is_aside(part):
                 self.time_ns[module] += host_ns
             if parent is None and step is not None:
                 self.time_ns[None] += host_ns
@@ -523,7 +522,7 @@ class Completion:
         fields = list(zip(*columns, strict=True))
         nested = {step for step, stage, *_ in fields if stage == "nested"}
         free = [
-            is_aside(part)
+            schema.is_aside(part)
             or (
                 module is None
                 and step not in nested
@@ -535,7 +534,7 @@ class Completion:
             values = [0 if is_free else value for is_free, value in zip(free, rows[name].to_pylist(), strict=True)]
             if name == "weight_bytes" and self.loaded_bytes:
                 values = [
-                    self.loaded_bytes.get(module, 0) if is_aside(part) else value
+                    self.loaded_bytes.get(module, 0) if schema.is_aside(part) else value
                     for (_, _, part, module), value in zip(fields, values, strict=True)
                 ]
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))
@@ -644,7 +643,7 @@ def _call_codes(rows: pa.Table) -> tuple[npt.NDArray[np.int64], list[tuple[str, 
     numbering: dict[tuple[str, int] | None, int] = {}
     keys: list[tuple[str, int] | None] = []
     for module, index, part, parent in zip(modules, indices, parts, parents, strict=True):
-        key: tuple[str, int] | None = (module, index) if module is not None and not is_aside(part) else None
+        key: tuple[str, int] | None = (module, index) if module is not None and not schema.is_aside(part) else None
         if key is None and part == "attention_core" and parent in row_of_span:
             outer = row_of_span[parent]
             key = (modules[outer] + CORE, indices[outer])

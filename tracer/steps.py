@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from lifetrace.analysis import schema
-from lifetrace.hooks.attach import ASIDES, COMMUNICATING, Slot
+from lifetrace.hooks.attach import COMMUNICATING, Slot
 from lifetrace.hooks.clocks import Marks
 from lifetrace.hooks.kvstate import KVLayout
 from lifetrace.hooks.recorder import COMMUNICATION, FORWARD, LOGITS, NESTED, STEP, STOP, STREAM, Step
@@ -148,7 +148,7 @@ def _forward_rows(calls: list[tuple[int, int, int]], slots: Sequence[Slot], star
             open_rows.pop()
         parent = open_rows[-1] if open_rows else None
         place = slots[slot].place
-        if place.part in ASIDES and parent is not None:
+        if place.part in schema.ASIDES and parent is not None:
             place = Place(rows[parent].place.stage, rows[parent].place.layer, place.part)
         elif place.stage == "layer":
             if place.part is None and parent is None:
@@ -185,7 +185,7 @@ def _name_parts(rows: list[Row]) -> list[Row]:
     """Name what runs inside attention and MLP by its order: the last matrix puts out, the others take in."""
     children: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        if row.parent is not None and row.place.part not in ASIDES:
+        if row.parent is not None and row.place.part not in schema.ASIDES:
             children.setdefault(row.parent, []).append(number)
     named = list(rows)
     for number, row in enumerate(rows):
@@ -198,7 +198,7 @@ def _name_asides(rows: list[Row]) -> list[Row]:
     """Say in what part of its stage it is what comes between: `attention.weights`, say; `weights` outside of any."""
     named = list(rows)
     for number, row in enumerate(rows):
-        if row.place.part in ASIDES and row.parent is not None:
+        if row.place.part in schema.ASIDES and row.parent is not None:
             around = row.parent
             while (above := rows[around].parent) is not None and rows[above].parent is not None:
                 around = above

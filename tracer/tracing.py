@@ -59,7 +59,6 @@ class trace:
     ) -> None:
         path = Path(out) if out is not None else default_folder(model)
         options = Options(detail, every, steps[0], steps[1])
-        self.path = path
         self._session: Session | None = Session(model, path, options, tokenizer, force=force)
         self.path = self._session.path
         self._session.on_out_of_memory = post_mortem
