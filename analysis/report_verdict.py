@@ -80,6 +80,8 @@ def _named(phase: PhaseVerdict, found: Explanation) -> list[tuple[str, str, floa
         ("kernel", "small products below the roof", found.kernel_gap_ns or 0.0),
         ("copy", "cache copying", found.copy_ns or 0.0),
         ("launch", "launching", found.launch_ns or 0.0),
+        ("weights", "bringing weights", found.weights_ns or 0.0),
+        ("talk", "communication", found.communication_ns or 0.0),
         ("rest", "not explained", found.unexplained_ns),
     ]
 

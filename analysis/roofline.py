@@ -19,9 +19,10 @@ import pyarrow as pa
 from .breakdown import StageTime, breakdown
 from .ceilings import Ceilings
 from .queries import OWN, SPAN_WORK, STEP_WORK
-from .schema import PHASES
+from .schema import PHASES, is_aside
 from .stage_sums import is_starvation_known, phase_totals, stage_sums
 from .trace import Trace
+from .waits import NONE, Waits, by_phase, of_row
 
 COMPUTE, MEMORY, LAUNCH, UNKNOWN = "compute", "memory", "launch", "unknown"
 TIE = 0.9  # of the largest term: a second one that comes so near is named beside it
@@ -61,14 +62,18 @@ class Explanation:
 
     `kernel_gap_ns`: what products of this many rows take beyond the roof on this device, measured.
     `copy_ns`: the cache class moving what it holds. `launch_ns`: operators × launch cost; where the
-    device runs beside the host (CUDA) only what the other terms do not hide. `unexplained_ns` is the
-    rest, below 0 where the parts come to more than was measured.
+    device runs beside the host (CUDA) only what the other terms do not hide. `weights_ns`: offloaded
+    weights brought to where they are used, `communication_ns`: talking to other processes, both as
+    they were measured. `unexplained_ns` is the rest, below 0 where the parts come to more than was
+    measured.
     """
 
     roof_ns: float
     kernel_gap_ns: float | None
     copy_ns: float | None
     launch_ns: float | None
+    weights_ns: float | None
+    communication_ns: float | None
     unexplained_ns: float
     explained_share: float
 
@@ -128,7 +133,6 @@ class StepVerdict:
     time_ns: float
     work: Work
     verdict: Verdict
-    explanation: Explanation | None
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class PhaseVerdict:
     """The verdict of all steps of a phase, as the mean over the calls.
 
     `mfu`: model FLOP/s achieved ÷ peak. `mbu`: bytes that had to move ÷ time ÷ bandwidth at the
-    working set. `starved_share`: share of the stages that found the device out of work (CUDA).
+    working set. `waits`: what of the time is none of the model's own work.
     """
 
     phase: str
@@ -149,6 +153,7 @@ class PhaseVerdict:
     work: Work
     verdict: Verdict
     explanation: Explanation | None
+    waits: Waits
     mfu: float | None
     mbu: float | None
 
@@ -248,6 +253,7 @@ def explain(
     ceilings: Ceilings | None,
     dtype: str,
     working_set_bytes: float | None,
+    waits: Waits = NONE,
 ) -> Explanation | None:
     """Say where measured time went beyond the roof; null where there is no roof."""
     if ceilings is None or judged.roof_ns is None or not measured_ns:
@@ -259,12 +265,14 @@ def explain(
     launch_ns = judged.launch_ns
     if launch_ns is not None and ceilings.device.type != "cpu":
         launch_ns = max(0.0, launch_ns - on_device_ns)
-    explained_ns = on_device_ns + (launch_ns or 0.0)
+    explained_ns = on_device_ns + (launch_ns or 0.0) + waits.total_ns
     return Explanation(
         roof_ns=judged.roof_ns,
         kernel_gap_ns=gap_ns,
         copy_ns=copy_ns,
         launch_ns=launch_ns,
+        weights_ns=waits.weights_ns,
+        communication_ns=waits.communication_ns,
         unexplained_ns=measured_ns - explained_ns,
         explained_share=min(1.0, explained_ns / measured_ns),
     )
@@ -295,7 +303,8 @@ def rooflines(trace: Trace, ceilings: Ceilings | None) -> list[StageVerdict]:
     """Judge each row of `breakdown`: every stage of both phases, and below it its parts."""
     works = trace.once("stage_works", lambda: _stage_works(trace))
     facts = {phase: _PhaseFacts.of(trace, phase) for phase in PHASES}
-    return [_stage_verdict(row, works, facts[row.phase], ceilings) for row in breakdown(trace)]
+    rows = breakdown(trace)
+    return [_stage_verdict(row, of_row(row, rows), works, facts[row.phase], ceilings) for row in rows]
 
 
 def step_verdicts(trace: Trace, ceilings: Ceilings | None, only: Collection[int] | None = None) -> list[StepVerdict]:
@@ -307,8 +316,12 @@ def step_verdicts(trace: Trace, ceilings: Ceilings | None, only: Collection[int]
 
 def phase_verdicts(trace: Trace, ceilings: Ceilings | None) -> list[PhaseVerdict]:
     """Judge prefill and decode as wholes; a phase without steps has no row."""
-    totals, starved = phase_totals(trace), _starved_shares(trace)
-    return [_phase_verdict(trace, totals[phase], starved.get(phase), ceilings) for phase in PHASES if phase in totals]
+    totals, starved, waits = phase_totals(trace), _starved_shares(trace), by_phase(trace)
+    return [
+        _phase_verdict(trace, totals[phase], starved.get(phase), waits.get(phase, Waits()), ceilings)
+        for phase in PHASES
+        if phase in totals
+    ]
 
 
 def counted_steps(trace: Trace) -> list[dict[str, Any]]:
@@ -382,7 +395,7 @@ _Key = tuple[str, str, str | None]
 
 
 def _stage_verdict(
-    row: StageTime, works: dict[_Key, _SpanSums], facts: _PhaseFacts, ceilings: Ceilings | None
+    row: StageTime, waits: Waits, works: dict[_Key, _SpanSums], facts: _PhaseFacts, ceilings: Ceilings | None
 ) -> StageVerdict:
     sums = works.get((row.phase, row.stage, row.part))
     time_ns, work, dtype = row.time_ns, Work(None, None, None), facts.dtype
@@ -391,18 +404,19 @@ def _stage_verdict(
         work = replace(sums.work.scaled(per_call), rows=facts.rows)
         dtype = facts.dtype or sums.dtype or ""
         time_ns = sums.device_ns * per_call if sums.device_ns is not None else row.time_ns
-    judged = verdict(
-        work.flops,
-        work.bytes_,
-        work.op_count,
-        time_ns,
-        ceilings,
-        dtype,
-        facts.working_set_bytes,
-        work.starved_share,
+    size = facts.working_set_bytes
+    judged = (
+        _wait(time_ns)
+        if is_aside(row.part)
+        else verdict(work.flops, work.bytes_, work.op_count, time_ns, ceilings, dtype, size, work.starved_share)
     )
-    explanation = explain(work, judged, time_ns, ceilings, dtype, facts.working_set_bytes)
+    explanation = explain(work, judged, time_ns, ceilings, dtype, size, waits)
     return StageVerdict(row.phase, row.stage, row.part, row.count, time_ns, row.share, work, judged, explanation)
+
+
+def _wait(time_ns: float) -> Verdict:
+    """Of time in which nothing of the model's own work was done: its roof is none, all of it is lost."""
+    return Verdict(UNKNOWN, None, None, None, None, None, None, 0.0, None, time_ns, None)
 
 
 def _stage_works(trace: Trace) -> dict[_Key, _SpanSums]:
@@ -475,19 +489,11 @@ def _step_work(step: dict[str, Any]) -> Work:
 def _step_verdict(trace: Trace, step: dict[str, Any], dtype: str, ceilings: Ceilings | None) -> StepVerdict:
     work, size, time_ns = _step_work(step), working_set(trace, step), float(step["wall_ns"] or 0)
     judged = verdict(work.flops, work.bytes_, work.op_count, time_ns, ceilings, dtype, size)
-    return StepVerdict(
-        step["step"],
-        step["phase"],
-        step["kv_len_before"],
-        time_ns,
-        work,
-        judged,
-        explain(work, judged, time_ns, ceilings, dtype, size),
-    )
+    return StepVerdict(step["step"], step["phase"], step["kv_len_before"], time_ns, work, judged)
 
 
 def _phase_verdict(
-    trace: Trace, totals: dict[str, Any], starved_share: float | None, ceilings: Ceilings | None
+    trace: Trace, totals: dict[str, Any], starved_share: float | None, waits: Waits, ceilings: Ceilings | None
 ) -> PhaseVerdict:
     phase, calls = totals["phase"], totals["calls"]
     facts = _PhaseFacts.of(trace, phase)
@@ -516,7 +522,8 @@ def _phase_verdict(
         dtype=facts.dtype,
         work=work,
         verdict=judged,
-        explanation=explain(work, judged, time_ns, ceilings, facts.dtype, size),
+        explanation=explain(work, judged, time_ns, ceilings, facts.dtype, size, waits),
+        waits=waits,
         mfu=judged.compute_ns / time_ns if judged.compute_ns is not None and time_ns else None,
         mbu=judged.memory_ns / time_ns if judged.memory_ns is not None and time_ns else None,
     )

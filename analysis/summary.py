@@ -11,12 +11,10 @@ from .latency import Latency, latency
 from .memory import Memory, memory
 from .operators import OperatorTime, operators
 from .ranks import RankTime, rank_times
-from .schema import WEIGHTS
 from .stage_sums import recorded_steps, steps_per_call
 from .trace import Trace
 from .verdicts import Verdicts, judge
 
-MUCH = 0.05  # of a phase: so much of bringing weights is said
 UNSTEADY = 1.15  # equal runs that differ by more make their times doubtful
 
 
@@ -128,11 +126,6 @@ def _doubts(trace: Trace) -> list[str]:
     noise = (trace.meta.get("overhead") or {}).get("noise")
     if noise is not None and noise > UNSTEADY:
         doubts.append(f"equal untraced runs differ by {noise - 1:.0%}: this machine was not quiet, doubt the times")
-    doubts += [
-        f"{row.share:.0%} of {row.phase} is bringing the layers' offloaded weights to where they are used"
-        for row in breakdown(trace)
-        if (row.stage, row.part) == ("layer", WEIGHTS) and row.share >= MUCH
-    ]
     if not len(trace.table("steps")):
         doubts.append("this trace holds no steps")
     elif not recorded_steps(trace):

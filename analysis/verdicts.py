@@ -24,6 +24,7 @@ from .roofline import (
 from .trace import Trace
 
 LOSSES = 3
+MUCH = 0.1  # of a phase's time
 HELP_LAUNCHING = "a larger batch, a static cache with a compiled decode, or CUDA graphs would help"
 
 
@@ -166,6 +167,8 @@ def _reason(row: StageVerdict, ceilings: Ceilings | None) -> str:
         (parts.kernel_gap_ns or 0.0, _kernel_words(row)),
         (parts.copy_ns or 0.0, _copy_words(row)),
         (parts.launch_ns or 0.0, _launch_words(row, ceilings)),
+        (parts.weights_ns or 0.0, _weights_words(row)),
+        (parts.communication_ns or 0.0, "the processes talk to each other, and wait for the one that comes last"),
     ]
     largest_ns, words = max(known, key=lambda part: part[0])
     if largest_ns < 0.1 * lost_ns:
@@ -196,6 +199,11 @@ def _launch_words(row: StageVerdict, ceilings: Ceilings) -> str:
     return f"it launches {row.work.op_count or 0:,.0f} operators at {cost} each"
 
 
+def _weights_words(row: StageVerdict) -> str:
+    brought = units.byte_count(row.work.weight_bytes)
+    return f"offloaded weights are brought to where they are used, {brought}, which weights on the device need not be"
+
+
 def _unexplained_words(row: StageVerdict) -> str:
     if row.work.op_count is None:
         return "its operators were not counted, so what launching them cost is not known"
@@ -209,17 +217,32 @@ def statement(phase: PhaseVerdict, ceilings: Ceilings | None) -> Statement:
     """Say in a sentence what limits a phase, with how far that can be trusted."""
     judged = phase.verdict
     words = {COMPUTE: _compute_words, MEMORY: _memory_words, LAUNCH: _launch_sentence}
+    waiting = _waiting_words(phase)
     if judged.bound == UNKNOWN or ceilings is None:
-        sentence = f"What limits {phase.phase} is unknown: {_unknown_words(phase, ceilings)}."
+        limits = f"{waiting}; what limits the rest" if waiting else f"What limits {phase.phase}"
+        sentence = f"{limits} is unknown: {_unknown_words(phase, ceilings)}."
         return Statement(phase.phase, UNKNOWN, sentence, "low", ())
     near = f", close to {judged.close_to}-bound" if judged.close_to else ""
+    subject = f"{waiting}; beside that it" if waiting else phase.phase.capitalize()
     of_roof = f", {judged.efficiency:.0%} of its roof" if judged.efficiency is not None else ""
     sentence = (
-        f"{phase.phase.capitalize()} is {judged.bound}-bound{near}: {words[judged.bound](phase, ceilings)}; "
+        f"{subject} is {judged.bound}-bound{near}: {words[judged.bound](phase, ceilings)}; "
         f"it took {units.time(phase.time_ns / phase.steps * phase.calls)}{of_roof}.{_rest_words(phase)}"
     )
     doubts, confidence = _doubts(phase, ceilings)
     return Statement(phase.phase, judged.bound, sentence, confidence, doubts)
+
+
+def _waiting_words(phase: PhaseVerdict) -> str | None:
+    """That a phase waits much of its time, and longer than any term of its own work takes."""
+    waits, judged = phase.waits, phase.verdict
+    longest_ns, words = max(
+        (waits.weights_ns or 0.0, "for offloaded weights"), (waits.communication_ns or 0.0, "for other processes")
+    )
+    own_ns = max(judged.roof_ns or 0.0, judged.launch_ns or 0.0)
+    if longest_ns <= own_ns or longest_ns < MUCH * phase.time_ns:
+        return None
+    return f"{phase.phase.capitalize()} waits {words} in {longest_ns / phase.time_ns:.0%} of its time"
 
 
 def _per_step(phase: PhaseVerdict, value: float | None) -> float | None:
@@ -272,6 +295,8 @@ def _rest_words(phase: PhaseVerdict) -> str:
         (parts.kernel_gap_ns or 0.0, f"{_products(phase.work.rows)}, which stay below the roof on this device"),
         (parts.copy_ns or 0.0, "the cache's own copying"),
         (parts.launch_ns or 0.0, "launching operators"),
+        (parts.weights_ns or 0.0, "bringing offloaded weights to where they are used"),
+        (parts.communication_ns or 0.0, "talking to the other processes"),
         (parts.unexplained_ns, "what no measured figure explains"),
     ]
     largest_ns, words = max(named, key=lambda part: part[0])

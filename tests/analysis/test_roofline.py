@@ -27,6 +27,7 @@ from lifetrace.analysis.ceilings import (
 from lifetrace.analysis.roofline import Work, explain, phase_verdicts, rooflines, step_verdicts, verdict
 from lifetrace.analysis.verdict_view import bound_cell, lead_rows
 from lifetrace.analysis.verdicts import decode_batch, judge, kv_context, line, prefill_length
+from lifetrace.analysis.waits import Waits
 
 DEVICE = fake_ceilings()  # 1,000 FLOP/ns, 100 B/ns, 1,000 ns an operator
 
@@ -132,6 +133,12 @@ class TestExplanation:
         found = explain(work, judged(200_000, 100_000, None, 8_000), 8_000, DEVICE, "float32", None)
         assert found.kernel_gap_ns == 0  # 200,000 ÷ 212.5 = 941 ns, and reading takes 1,000
         assert found.launch_ns is None
+
+    def test_waiting_is_explained_as_it_was_measured(self):
+        """The roof is 1,000 ns of 8,000; 4,000 of bringing weights and 500 of talking leave 2,500."""
+        work, waits = Work(0, 100_000, None), Waits(weights_ns=4_000, communication_ns=500)
+        found = explain(work, judged(0, 100_000, None, 8_000), 8_000, DEVICE, "float32", None, waits)
+        assert (found.weights_ns, found.communication_ns, found.unexplained_ns) == (4_000, 500, 2_500)
 
     def test_no_roof_no_explanation(self):
         assert explain(Work(None, 1, 1), judged(None, 1, 1), 10, DEVICE, "float32", None) is None

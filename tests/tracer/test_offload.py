@@ -10,7 +10,9 @@ from left_behind import left_behind
 from transformers import AutoModelForCausalLM
 
 import lifetrace
+from lifetrace.analysis import judge
 from lifetrace.analysis.breakdown import breakdown
+from lifetrace.analysis.waits import Waits
 from lifetrace.cli import main
 from lifetrace.hooks.replay import meta_copy
 
@@ -67,12 +69,18 @@ def test_explain_leaves_products_with_what_computes_them(offloaded, tmp_path):
     assert {piece["part"]: len(piece["matmuls"]) for piece in pieces if piece["matmuls"]} == {"attention": 6, "mlp": 3}
 
 
-def test_show_says_how_much_of_the_time_it_is(offloaded, tmp_path):
+def test_the_verdict_says_how_much_of_the_time_it_is(offloaded, tmp_path):
     with lifetrace.trace(offloaded, out=tmp_path / "t") as trace:
         offloaded.generate(PROMPT, max_new_tokens=3, do_sample=False)
-    share = next(r.share for r in breakdown(trace) if (r.phase, r.stage, r.part) == ("decode", "layer", "weights"))
+    row = next(r for r in breakdown(trace) if (r.phase, r.stage, r.part) == ("decode", "layer", "weights"))
+    verdicts = judge(trace)
+    decode = next(phase for phase in verdicts.phases if phase.phase == "decode")
+    assert decode.waits == Waits(weights_ns=row.time_ns, communication_ns=0)
+    lost = next(loss for loss in verdicts.losses if (loss.phase, loss.part) == ("decode", "weights"))
+    assert lost.lost_ns == lost.time_ns == row.time_ns
+    assert lost.reason.startswith("100% of it because offloaded weights are brought")
     shown = " ".join(CliRunner().invoke(main, ["show", str(trace.path)]).stdout.split())
-    assert f"{share:.0%} of decode is bringing the layers' offloaded weights" in shown
+    assert f"Decode waits for offloaded weights in {row.share:.0%} of its time" in shown
 
 
 def test_counting_copies_no_offloaded_weights(offloaded):
