@@ -59,6 +59,7 @@ SHAPE: dict[str, Any] = {
     ],
     "rank": INTEGER,
     "world_size": INTEGER,
+    "job": TEXT,
     "ceilings": OBJECT,
     "overhead": {
         "untraced_s": Needed([NUMBER]), "traced_s": Needed([NUMBER]), "ratio": Needed(NUMBER),
@@ -99,6 +100,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise TraceError(f"There is no folder {folder}; give the path of a trace.")
     if file.is_symlink():
         raise TraceError(f"{file} is a link; lifetrace reads only what lies in the trace's own folder.")
+    if not file.is_file() and (partition := next(folder.glob(f"rank-*/{MANIFEST}"), None)) is not None:
+        raise TraceError(
+            f"{folder} holds no trace of rank 0, which the others belong to; read one of them: {partition.parent}."
+        )
     if not file.is_file():
         raise TraceError(f"{folder} is no trace: it holds no {MANIFEST}. Give the folder that `lifetrace run` wrote.")
     meta = _parse(file)

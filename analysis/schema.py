@@ -291,6 +291,7 @@ MANIFEST_KEYS = {
     "wall_clock_ns": "wall clock at `start_ns` = 0, to line up ranks and logs",
     "rank": "of this process; the others' partitions are traces of their own in `rank-1`, `rank-2`, …",
     "world_size": "processes of the job; 1 where there is one alone",
+    "job": "the same word in the processes of one job, null where there is one alone",
     "model": "id, revision, architecture, config, dtype, attention and experts implementation, "
     "parameters, weight bytes, layers, how the stages were found",
     "device": "type, name, threads or driver, memory",

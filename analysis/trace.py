@@ -157,8 +157,13 @@ class Trace:
         if any(folder.is_symlink() for folder in folders) or len(folders) > table_file.MAX_RANKS:
             raise TraceError(f"{self.path} is damaged: its ranks are links, or more than {table_file.MAX_RANKS}.")
         others = (read_trace(folder) for folder in folders)
-        mine = [one for one in others if 0 < one.rank < (self.meta.get("world_size") or 1)]  # others are of another job
+        mine = [one for one in others if self._is_beside(one)]
         return sorted([self, *mine], key=lambda trace: trace.rank)
+
+    def _is_beside(self, other: "Trace") -> bool:
+        """Whether another partition is of the same job."""
+        in_job = 0 < other.rank < (self.meta.get("world_size") or 1)
+        return in_job and other.meta.get("job") == self.meta.get("job")
 
     def _lost_ranks(self) -> list[str]:
         expected = 0 if self.rank else min(int(self.meta.get("world_size") or 1), table_file.MAX_RANKS)

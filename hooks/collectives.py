@@ -33,8 +33,8 @@ _originals: list[tuple[ModuleType, str, Any]] = []
 
 
 def watch(recorder: Recorder) -> None:
-    """Mark collectives for a recorder until `unwatch`, where there are other processes to talk to."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    """Mark collectives for a recorder until `unwatch`, also of processes that begin to talk only later."""
+    if not dist.is_available():
         return
     with _lock:
         _recorders.append(recorder)

@@ -32,17 +32,19 @@ def inventory(model: nn.Module, lifecycle: Lifecycle) -> list[ModuleRow]:
     set; one that shares some of them shows the rest.
     """
     owners: dict[int, str] = {}
+    one_with = _offloaded_ties(model)
     rows = []
     for name, module in model.named_modules():
         own = own_weights(module)
         if not own:
             continue
-        shared = [owners[id(parameter)] for parameter in own if id(parameter) in owners]
+        identity = {id(parameter): one_with.get(id(parameter), id(parameter)) for parameter in own}
+        shared = [owners[identity[id(parameter)]] for parameter in own if identity[id(parameter)] in owners]
         if len(shared) < len(own):  # only a part of it is counted elsewhere: a bias of its own, say
-            own = [parameter for parameter in own if id(parameter) not in owners]
+            own = [parameter for parameter in own if identity[id(parameter)] not in owners]
             shared = []
         for parameter in own:
-            owners.setdefault(id(parameter), name)
+            owners.setdefault(identity[id(parameter)], name)
         local = [local_part(parameter) for parameter in own]
         rows.append(
             ModuleRow(
@@ -58,6 +60,18 @@ def inventory(model: nn.Module, lifecycle: Lifecycle) -> list[ModuleRow]:
             )
         )
     return rows
+
+
+def _offloaded_ties(model: nn.Module) -> dict[int, int]:
+    """Which offloaded parameter is one with which other, by identity, as transformers names them.
+
+    accelerate puts a new empty tensor into an offloaded module after each call, so that what is shared is no
+    longer one object.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    said = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = [(named[name], named[source]) for name, source in said.items() if name in named and source in named]
+    return {id(tied): id(source) for tied, source in pairs if tied.device.type == "meta" and tied is not source}
 
 
 def parameter_count(rows: list[ModuleRow]) -> int:

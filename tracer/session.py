@@ -93,6 +93,7 @@ class Session:
         ]
         self.slots = slots_for(self.model, self.lifecycle, options.detail)
         self.device = torch.device(device_of(self.model) or "cpu")
+        self.process.check(path)
         prepare_folder(self.path, force)
         self.writer = TraceWriter(self.path)
         self.run_id = f"{datetime.now():%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
@@ -168,7 +169,8 @@ class Session:
         """Put on the hooks."""
         generation.watch(self.model, self.recorder)
         try:
-            collectives.watch(self.recorder)
+            if self.process.world_size > 1:
+                collectives.watch(self.recorder)
             self.attachment.attach()
         except BaseException:
             self.detach()
@@ -509,6 +511,7 @@ class Session:
             "wall_clock_ns": wall_clock_ns,
             "rank": self.process.rank,
             "world_size": self.process.world_size,
+            "job": self.process.job,
             "model": self._model_facts(),
             "device": environment.device_facts(self.device),
             "versions": environment.versions(),

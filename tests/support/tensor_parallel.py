@@ -1,5 +1,10 @@
-"""Run by torchrun: a small model in tensor parallelism, traced in each process; `slow` delays each layer of rank 1."""
+"""Run by torchrun: a small model in tensor parallelism, traced in each process.
 
+`slow` delays each layer of rank 1; with `killed` rank 1 kills itself before its third token.
+"""
+
+import os
+import signal
 import sys
 import time
 import warnings
@@ -20,6 +25,11 @@ untraced = model.generate(prompt, max_new_tokens=4, do_sample=False)
 if "slow" in how and dist.get_rank() == 1:
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *given: time.sleep(0.05))
+if "killed" in how and dist.get_rank() == 1:
+    forwards = iter(range(2))
+    model.register_forward_pre_hook(
+        lambda *given: os.kill(os.getpid(), signal.SIGKILL) if next(forwards, None) is None else None
+    )
 before = dist.all_reduce
 with lifetrace.trace(model, out=out, force="force" in how) as trace:
     traced = model.generate(prompt, max_new_tokens=4, do_sample=False)

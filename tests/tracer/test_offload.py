@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 from killing import model_r as make_r
 from left_behind import left_behind
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lifetrace
 from lifetrace.analysis import judge
@@ -15,6 +15,7 @@ from lifetrace.analysis.breakdown import breakdown
 from lifetrace.analysis.waits import Waits
 from lifetrace.cli import main
 from lifetrace.hooks.replay import meta_copy
+from reference_model import R_SIZES
 
 PROMPT = torch.arange(3, 15)[None]
 # Of one layer: q, o (64 x 64), k, v (64 x 32), three of 64 x 128, two norms of 64, in float32.
@@ -59,6 +60,23 @@ def test_bringing_weights_is_a_part_of_its_own(offloaded, tmp_path, detail, part
     assert sum(inside) == pytest.approx(whole["decode", None].time_ns)
     assert whole["decode", "weights"].time_ns == pytest.approx(spans[spans.phase == "decode"].host_ns.sum())
     assert min(inside) > 0
+
+
+def test_a_shared_weight_that_is_offloaded_counts_once(tmp_path):
+    """The head is the embedding: 180,800 parameters less 256 x 64. accelerate forgets that with the first call."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**R_SIZES | {"tie_word_embeddings": True})).save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "disk", "lm_head": "disk"}
+    places |= dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb"), "cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offloaded"
+    ).eval()
+    model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    with lifetrace.trace(model, out=tmp_path / "t") as trace:
+        model.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    assert trace.meta["model"]["parameters"] == 180_800 - 256 * 64
+    head = trace.modules.set_index("module").loc["lm_head"]
+    assert (head.tied_to, head.parameters, head.offloaded) == ("model.embed_tokens", 256 * 64, True)
 
 
 def test_explain_leaves_products_with_what_computes_them(offloaded, tmp_path):

@@ -19,14 +19,19 @@ SCRIPT = Path(__file__).parents[1] / "support" / "tensor_parallel.py"
 PROMPT = torch.arange(3, 15)[None]
 
 
+def two_processes(folder, how):
+    """Run model R in tensor parallelism under torchrun; its trace is in `t`."""
+    make_r().save_pretrained(folder / "model")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(SCRIPT), str(folder / "model"), str(folder / "t"), how]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
 @pytest.fixture(scope="module")
 def slow_rank(tmp_path_factory):
     """Two real processes, of which the second takes 50 ms longer in each layer."""
     folder = tmp_path_factory.mktemp("ranks")
-    make_r().save_pretrained(folder / "model")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(SCRIPT), str(folder / "model"), str(folder / "t"), "slow"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    ended = two_processes(folder, "slow")
     assert ended.returncode == 0, ended.stderr
     said = sorted(line for line in ended.stdout.replace("rank", "\nrank").splitlines() if line.startswith("rank"))
     assert [line[:6] for line in said] == ["rank 0", "rank 1"]
@@ -80,9 +85,9 @@ def test_a_folder_of_runs_lists_the_run_once(slow_rank):
     assert lifetrace.analysis.trace.trace_folders(slow_rank.parent) == [slow_rank]
 
 
-def traced_as(monkeypatch, model, rank, out, **how):
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def traced_as(monkeypatch, model, rank, out, job="mine", **how):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("TORCHELASTIC_RUN_ID", job)):
+        monkeypatch.setenv(name, str(value))
     with lifetrace.trace(model, out=out, **how) as trace:
         model.generate(PROMPT, max_new_tokens=2, do_sample=False)
     return trace
@@ -109,23 +114,55 @@ def test_a_process_that_began_first_is_left_alone(model_r, tmp_path, monkeypatch
     assert (tmp_path / "t" / "rank-1").is_dir()
 
 
+def test_a_number_without_a_job_says_nothing(model_r, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
+        model_r.generate(PROMPT, max_new_tokens=2, do_sample=False)
+    assert (trace.path, trace.meta["rank"], trace.meta["world_size"], trace.meta["job"]) == (tmp_path / "t", 0, 1, None)
+
+
+def test_a_process_of_another_job_keeps_out(model_r, tmp_path, monkeypatch):
+    with lifetrace.trace(model_r, out=tmp_path / "t") as trace:
+        model_r.generate(PROMPT, max_new_tokens=2, do_sample=False)
+        with pytest.raises(TraceError, match="this process is no part of it"):
+            traced_as(monkeypatch, make_r(), 1, tmp_path / "t")
+    assert [one.rank for one in trace.ranks] == [0]
+    assert not list(tmp_path.glob("t/rank-*"))
+
+
+def test_a_folder_without_rank_0_says_what_it_holds(model_r, tmp_path, monkeypatch):
+    monkeypatch.setattr("lifetrace.ranks.PATIENCE_S", 0.1)
+    traced_as(monkeypatch, model_r, 1, tmp_path / "t")
+    shown = CliRunner().invoke(main, ["report", str(tmp_path / "t")])
+    assert shown.exit_code == 2
+    assert "holds no trace of rank 0" in shown.stderr
+    assert str(tmp_path / "t" / "rank-1") in shown.stderr.replace("\n", "")
+    assert CliRunner().invoke(main, ["show", str(tmp_path / "t" / "rank-1")]).exit_code == 0
+
+
 def test_several_processes_are_told_to_name_a_folder(model_r, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="the same folder"):
         traced_as(monkeypatch, model_r, 0, None)
 
 
-def test_a_partition_of_another_job_is_left_out(slow_rank, tmp_path):
+@pytest.mark.parametrize("other", [{"world_size": 1}, {"job": "another"}])
+def test_a_partition_of_another_job_is_left_out(slow_rank, tmp_path, other):
     shutil.copytree(slow_rank, tmp_path / "t")
     file = tmp_path / "t" / "run.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"world_size": 1}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | other))
     trace = lifetrace.read_trace(tmp_path / "t")
     assert [one.rank for one in trace.ranks] == [0]
     assert set(trace.steps["rank"]) == {0}
 
 
-def test_a_rank_that_was_killed_is_named(slow_rank, tmp_path):
-    shutil.copytree(slow_rank, tmp_path / "t")
-    meta = json.loads((tmp_path / "t" / "rank-1" / "run.json").read_text())
-    (tmp_path / "t" / "rank-1" / "run.json").write_text(json.dumps(meta | {"status": "running"}))
-    assert lifetrace.read_trace(tmp_path / "t").gaps[0].startswith("rank 1: the run did not come to its end")
+def test_a_rank_that_was_killed_is_named(tmp_path):
+    """Rank 1 dies in its third forward; rank 0 waits for it, and ends with what torch or torchrun makes of that."""
+    ended = two_processes(tmp_path, "killed")
+    assert "Signal 9 (SIGKILL)" in ended.stderr
+    trace = lifetrace.read_trace(tmp_path / "t")
+    assert any(gap.startswith("rank 1: the run did not come to its end") for gap in trace.gaps)
+    assert trace.ranks[1].meta["status"] == "running"
+    assert trace.meta["status"] != "complete"
+    assert CliRunner().invoke(main, ["show", str(tmp_path / "t")]).exit_code == 0
