@@ -405,18 +405,18 @@ def _stage_verdict(
         dtype = facts.dtype or sums.dtype or ""
         time_ns = sums.device_ns * per_call if sums.device_ns is not None else row.time_ns
     size = facts.working_set_bytes
-    judged = (
-        _wait(time_ns)
-        if is_aside(row.part)
-        else verdict(work.flops, work.bytes_, work.op_count, time_ns, ceilings, dtype, size, work.starved_share)
-    )
-    explanation = explain(work, judged, time_ns, ceilings, dtype, size, waits)
+    if is_aside(row.part):
+        judged, explanation = _waiting(time_ns, waits)
+    else:
+        judged = verdict(work.flops, work.bytes_, work.op_count, time_ns, ceilings, dtype, size, work.starved_share)
+        explanation = explain(work, judged, time_ns, ceilings, dtype, size, waits)
     return StageVerdict(row.phase, row.stage, row.part, row.count, time_ns, row.share, work, judged, explanation)
 
 
-def _wait(time_ns: float) -> Verdict:
-    """Of time in which nothing of the model's own work was done: its roof is none, all of it is lost."""
-    return Verdict(UNKNOWN, None, None, None, None, None, None, 0.0, None, time_ns, None)
+def _waiting(time_ns: float, waits: Waits) -> tuple[Verdict, Explanation | None]:
+    """Of time in which nothing of the model's own work was done: its roof is none, whatever the device; all is lost."""
+    judged = Verdict(UNKNOWN, None, None, None, None, None, None, 0.0, None, time_ns, None)
+    return judged, Explanation(0.0, None, None, None, waits.weights_ns, waits.communication_ns, 0.0, 1.0)
 
 
 def _stage_works(trace: Trace) -> dict[_Key, _SpanSums]:

@@ -22,8 +22,8 @@ WORD = pa.dictionary(pa.int32(), pa.string())
 SHAPE = pa.list_(pa.int32())
 
 PHASES = ("prefill", "decode")
-# Parts that come between the work of others: weights that are brought for a call, processes that talk.
-ASIDES = WEIGHTS, COMMUNICATION = "weights", "communication"
+# Parts that come between the work of others: weights brought for a call and let go of after it, processes that talk.
+ASIDES = WEIGHTS, RELEASE, COMMUNICATION = "weights", "release", "communication"
 STAGES = (
     "tokenize", "prepare", "embed", "layer", "final_norm", "lm_head", "sample", "detokenize", "nested", "other",
 )  # fmt: skip
@@ -148,7 +148,8 @@ SPANS = Table(
             "part",
             WORD,
             "null on a layer's own row; inside: `norm`, `attention`, `mlp`, `qkv`, …; `weights` that are brought for a "
-            "call and `communication` between processes, in another part `attention.weights` and so on",
+            "call, their `release` after it, and `communication` between processes, in another part "
+            "`attention.weights` and so on",
         ),
         Column("module", WORD, "qualified name; null where no module stands behind the row"),
         Column("class_name", WORD, "class of the module"),
@@ -331,6 +332,11 @@ REQUIRED = {
 def is_aside(part: str | None) -> bool:
     """Whether a part comes between the work of others, alone or in one of them: `attention.weights`, say."""
     return part is not None and part.rpartition(".")[2] in ASIDES
+
+
+def brings_weights(part: str | None) -> bool:
+    """Whether a part is the bringing of weights."""
+    return part is not None and part.rpartition(".")[2] == WEIGHTS
 
 
 def markdown() -> str:

@@ -13,7 +13,7 @@ from .kv_use import KVUse
 from .latency import Latency
 from .operators import OperatorTime
 from .post_mortem import post_mortem_words
-from .ranks import rank_words
+from .ranks import RankTime, rank_words
 from .roofline import StageVerdict
 from .schema import PHASES
 from .summary import Summary
@@ -197,6 +197,9 @@ def print_summary(summary: Summary, console: Console) -> None:
         console.print()
         console.print(_stage_title(summary))
         console.print(_stage_table(summary, console.width))
+    if summary.ranks:
+        console.print("the processes, in one call; of it communication: talking to the others and waiting for them")
+        console.print(_rank_table(summary.ranks))
     if summary.operators:
         console.print("operators of the profiled steps, slowest first; own time, a step")
         console.print(_operator_table(summary.operators))
@@ -246,6 +249,27 @@ def _stage_table(summary: Summary, width: int) -> Table:
     table.add_section()
     blanks = [""] * (1 + (width >= WIDE) + (width >= WIDER))
     table.add_row("all", *(cell for ns in total for cell in (units.time(ns) if ns else units.NONE, *blanks)))
+    return table
+
+
+def _rank_table(ranks: list[RankTime]) -> Table:
+    """Each process with its time in both phases, and the share of it that is communication."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rank", justify="right")
+    table.add_column("status")
+    for phase in PHASES:
+        table.add_column(phase, justify="right", no_wrap=True)
+        table.add_column("of it", justify="right", no_wrap=True)
+    by_rank: dict[int, dict[str, RankTime]] = {}
+    for row in ranks:
+        by_rank.setdefault(row.rank, {})[row.phase] = row
+    for rank, times in sorted(by_rank.items()):
+        status = next(iter(times.values())).status
+        cells = [str(rank), printable(status)]
+        for phase in PHASES:
+            known = times.get(phase)
+            cells += [units.time(known.time_ns), units.share(known.share)] if known else [units.NONE, ""]
+        table.add_row(*cells)
     return table
 
 

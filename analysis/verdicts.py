@@ -21,6 +21,7 @@ from .roofline import (
     rooflines,
     total,
 )
+from .schema import RELEASE
 from .trace import Trace
 
 LOSSES = 3
@@ -161,7 +162,7 @@ def _loss(row: StageVerdict, ceilings: Ceilings | None) -> Loss:
 def _reason(row: StageVerdict, ceilings: Ceilings | None) -> str:
     """A sentence on the largest known part of the lost time, and on how much no figure explains."""
     lost_ns, parts = row.verdict.lost_ns or 0.0, row.explanation
-    if parts is None or ceilings is None or not lost_ns:
+    if parts is None or not lost_ns:
         return "nothing is known of it"
     known = [
         (parts.kernel_gap_ns or 0.0, _kernel_words(row)),
@@ -194,12 +195,14 @@ def _copy_words(row: StageVerdict) -> str:
     return f"the cache moves {moved} besides at its appends, which a static cache does not"
 
 
-def _launch_words(row: StageVerdict, ceilings: Ceilings) -> str:
-    cost = units.time(ceilings.launch_ns.median) if ceilings.launch_ns else units.NONE
+def _launch_words(row: StageVerdict, ceilings: Ceilings | None) -> str:
+    cost = units.time(ceilings.launch_ns.median) if ceilings and ceilings.launch_ns else units.NONE
     return f"it launches {row.work.op_count or 0:,.0f} operators at {cost} each"
 
 
 def _weights_words(row: StageVerdict) -> str:
+    if row.part == RELEASE:
+        return "offloaded weights are let go of after each call, which weights on the device need not be"
     brought = units.byte_count(row.work.weight_bytes)
     return f"offloaded weights are brought to where they are used, {brought}, which weights on the device need not be"
 

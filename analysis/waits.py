@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from .breakdown import StageTime, breakdown
-from .schema import COMMUNICATION, PHASES, WEIGHTS
+from .schema import COMMUNICATION, PHASES, RELEASE, WEIGHTS
 from .trace import Trace
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Times in ns of one call. Null where nothing was recorded in detail."""
+    """In ns of one call: offloaded weights brought and let go of, and talking; null where nothing was recorded."""
 
     weights_ns: float | None = None
     communication_ns: float | None = None
@@ -37,7 +37,7 @@ def by_phase(trace: Trace) -> dict[str, Waits]:
 
 
 def _sum(rows: list[StageTime]) -> Waits:
-    weights, talking = (
-        sum((row.time_ns for row in rows if row.part == word), 0.0) for word in (WEIGHTS, COMMUNICATION)
+    offloading, talking = (
+        sum((row.time_ns for row in rows if row.part in words), 0.0) for words in ((WEIGHTS, RELEASE), (COMMUNICATION,))
     )
-    return Waits(weights, talking)
+    return Waits(offloading, talking)

@@ -14,13 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from .calls import CallMarks, MarkedCall
 from .inventory import expert_bytes
-from .offload import weight_loader
+from .offload import releases, weight_loader
 from .recorder import FIRST_MODULE_SLOT, Recorder, begins
 from .stages import Lifecycle, Place
 
 DETAILS = ("layer", "block", "module")
 # Parts that come between the work of others, at every level of detail: shown beside the part that they are in.
-LOADING, COMMUNICATING = "weights", "communication"
+LOADING, RELEASING, COMMUNICATING = "weights", "release", "communication"
+# What of a module's loader they are.
+LOADER_METHODS = {LOADING: "pre_forward", RELEASING: "post_forward"}
 # Where torch keeps the hooks of a module's forward.
 HOOK_DICTS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -168,7 +170,8 @@ def slots_for(model: nn.Module, lifecycle: Lifecycle, detail: str) -> list[Slot]
             continue
         loader = weight_loader(module)
         if loader is not None:
-            slots.append(Slot(name, type(loader).__name__, Place("other", part=LOADING), device_of(module)))
+            parts = LOADER_METHODS if releases(loader) else (LOADING,)
+            slots += [Slot(name, type(loader).__name__, Place("other", part=p), device_of(module)) for p in parts]
         if place is None or not _has_forward(module) or not _wanted(name, place, lifecycle, detail):
             continue
         slots.append(Slot(name, type(module).__name__, place, device_of(module)))
@@ -257,8 +260,8 @@ class Attachment:
         for number, slot in enumerate(slots[FIRST_MODULE_SLOT:], FIRST_MODULE_SLOT):
             assert slot.module is not None
             module = self._modules[slot.module]
-            if slot.place.part == LOADING:
-                yield MarkedCall(weight_loader(module), begins(number), method="pre_forward")
+            if slot.place.part in LOADER_METHODS:
+                yield MarkedCall(weight_loader(module), begins(number), method=LOADER_METHODS[slot.place.part])
             else:
                 yield MarkedCall(module, begins(number), before.get(slot.module), after.get(slot.module))
 

@@ -32,7 +32,8 @@ class MarkedCall:
     """A module to mark with a code at its beginning, and the next one at its end.
 
     `before` is told of its arguments before the first mark, `after` of its result after the
-    last; both also while marks are off. `method` is what is marked, of something that is no module.
+    last; both also while marks are off. `method` is what is marked; of something that is no module
+    several may be.
     """
 
     module: Any
@@ -101,7 +102,7 @@ def _telling_call(original: Call, codes: dict[int, int], told: MarkedCall) -> Ca
     return call
 
 
-def _stand_in(cls: type, own: Any, call: Call, method: str = "__call__") -> type:
+def _stand_in(cls: type, own: Any, methods: dict[str, Call]) -> type:
     """A subclass of `cls` that stands in for a module's own class; copies and pickles are of that one."""
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -115,7 +116,7 @@ def _stand_in(cls: type, own: Any, call: Call, method: str = "__call__") -> type
         return function, args, *rest
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    body = names | {method: call, "__reduce_ex__": reduce}
+    body = names | methods | {"__reduce_ex__": reduce}
     return _subclass(cls, own.__name__, body)
 
 
@@ -145,26 +146,35 @@ class CallMarks:
     def __init__(self, calls: Iterable[MarkedCall], tape: Tape) -> None:
         self._calls = tuple(calls)
         self._tape = tape
-        self._codes: dict[int, int] = {}
+        self._codes: dict[str, dict[int, int]] = {call.method: {} for call in self._calls}
         self._classes: list[tuple[Any, type, type, type]] = []
 
     def _open(self) -> None:
         """Make the classes: of what the modules are now, for another trace may have ended before this one begins."""
-        self._codes.update((id(call.module), call.code) for call in self._calls)
-        marking: dict[type, type] = {}
+        marking: dict[tuple[type, tuple[str, ...]], type] = {}
+        of_object: dict[int, list[MarkedCall]] = {}
         for call in self._calls:
-            own = off = type(call.module)
-            if own not in marking:
-                marking[own] = _stand_in(own, own, self._marking_call(getattr(own, call.method)), call.method)
-            on = marking[own]
-            if call.told:
-                on, off = (_stand_in(cls, own, _telling_call(cls.__call__, self._codes, call)) for cls in (on, own))
-            self._classes.append((call.module, on, off, own))
+            of_object.setdefault(id(call.module), []).append(call)
+            self._codes[call.method][id(call.module)] = call.code
+        for calls in of_object.values():
+            module, methods = calls[0].module, tuple(call.method for call in calls)
+            own = off = type(module)
+            if (own, methods) not in marking:
+                marking[own, methods] = _stand_in(own, own, {name: self._marking(own, name) for name in methods})
+            on = marking[own, methods]
+            for call in (call for call in calls if call.told):
+                codes = self._codes[call.method]
+                on, off = (
+                    _stand_in(cls, own, {call.method: _telling_call(getattr(cls, call.method), codes, call)})
+                    for cls in (on, off)
+                )
+            self._classes.append((module, on, off, own))
 
-    def _marking_call(self, original: Call) -> Call:
+    def _marking(self, own: type, method: str) -> Call:
+        original, codes = getattr(own, method), self._codes[method]
         if isinstance(self._tape, HostTape):
-            return _host_call(original, self._codes, self._tape)
-        return _tape_call(original, self._codes, self._tape)
+            return _host_call(original, codes, self._tape)
+        return _tape_call(original, codes, self._tape)
 
     def on(self) -> None:
         """Mark from now on."""
@@ -183,7 +193,8 @@ class CallMarks:
     def close(self) -> None:
         """Leave every module as it was."""
         classes, self._classes = self._classes, []
-        self._codes.clear()
+        for codes in self._codes.values():
+            codes.clear()
         for module, on, off, own in classes:
             while own in _past:
                 own = _past[own]

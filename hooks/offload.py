@@ -9,9 +9,14 @@ def weight_loader(module: nn.Module) -> Any:
     """Return the hook whose `pre_forward` brings a module's weights from the CPU or the disk; None without one."""
     hook = getattr(module, "_hf_hook", None)
     for one in (hook, *getattr(hook, "hooks", ())):
-        if (getattr(one, "offload", False) is True or _moves_all(one)) and loaded_bytes(module, one):
+        if (releases(one) or _moves_all(one)) and loaded_bytes(module, one):
             return one
     return None
+
+
+def releases(loader: Any) -> bool:
+    """Whether a loader lets go of the weights after each call."""
+    return getattr(loader, "offload", False) is True
 
 
 def loaded_bytes(module: nn.Module, loader: Any) -> int:

@@ -185,3 +185,11 @@ def slowest_layer():
     medians = {layer: sorted(found)[len(found) // 2] for layer, found in times.items()}
     layer = max(medians, key=medians.get)
     return layer, f"{medians[layer] / 1e6:.3f}"
+
+
+def test_weights_that_are_offloaded(printed):
+    """Of a layer of the embedded model: q, o (192 x 192), k, v (192 x 64), three of 192 x 512, two norms; float16."""
+    bytes_ = 2 * (2 * 192 * 192 + 2 * 192 * 64 + 3 * 192 * 512 + 2 * 192)
+    assert printed["Weights that are offloaded"] == [
+        f"layer {layer}: {bytes_:,} B brought in each decode step" for layer in (4, 5)
+    ]

@@ -534,7 +534,7 @@ class Completion:
             values = [0 if is_free else value for is_free, value in zip(free, rows[name].to_pylist(), strict=True)]
             if name == "weight_bytes" and self.loaded_bytes:
                 values = [
-                    self.loaded_bytes.get(module, 0) if schema.is_aside(part) else value
+                    self.loaded_bytes.get(module, 0) if schema.brings_weights(part) else value
                     for (_, _, part, module), value in zip(fields, values, strict=True)
                 ]
             rows = set_column(rows, name, pa.array(values, type=pa.int64()))

@@ -54,6 +54,10 @@ def test_bringing_weights_is_a_part_of_its_own(offloaded, tmp_path, detail, part
     assert one.part.value_counts().to_dict() == parts
     assert one.weight_bytes.sum() == LAYER_BYTES
     assert (spans.flops == 0).all()
+    released = trace.spans[trace.spans.part.fillna("").str.endswith("release")]
+    assert len(released) == len(spans)
+    assert (released.weight_bytes == 0).all()
+    assert (released.flops == 0).all()
     assert trace.steps.flops_dense.tolist() == [3_719_168, 340_992, 342_016]
     whole = {(row.phase, row.part): row for row in breakdown(trace) if row.stage == "layer"}
     inside = [row.time_ns for (phase, part), row in whole.items() if phase == "decode" and part is not None]
@@ -90,15 +94,16 @@ def test_explain_leaves_products_with_what_computes_them(offloaded, tmp_path):
 def test_the_verdict_says_how_much_of_the_time_it_is(offloaded, tmp_path):
     with lifetrace.trace(offloaded, out=tmp_path / "t") as trace:
         offloaded.generate(PROMPT, max_new_tokens=3, do_sample=False)
-    row = next(r for r in breakdown(trace) if (r.phase, r.stage, r.part) == ("decode", "layer", "weights"))
+    rows = {r.part: r for r in breakdown(trace) if (r.phase, r.stage) == ("decode", "layer")}
+    row, release = rows["weights"], rows["release"]
     verdicts = judge(trace)
     decode = next(phase for phase in verdicts.phases if phase.phase == "decode")
-    assert decode.waits == Waits(weights_ns=row.time_ns, communication_ns=0)
+    assert decode.waits == Waits(weights_ns=row.time_ns + release.time_ns, communication_ns=0)
     lost = next(loss for loss in verdicts.losses if (loss.phase, loss.part) == ("decode", "weights"))
     assert lost.lost_ns == lost.time_ns == row.time_ns
     assert lost.reason.startswith("100% of it because offloaded weights are brought")
     shown = " ".join(CliRunner().invoke(main, ["show", str(trace.path)]).stdout.split())
-    assert f"Decode waits for offloaded weights in {row.share:.0%} of its time" in shown
+    assert f"Decode waits for offloaded weights in {row.share + release.share:.0%} of its time" in shown
 
 
 def test_counting_copies_no_offloaded_weights(offloaded):

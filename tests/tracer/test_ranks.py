@@ -15,23 +15,28 @@ import lifetrace
 from lifetrace.cli import main
 from lifetrace.errors import TraceError, UsageError
 
-SCRIPT = Path(__file__).parents[1] / "support" / "tensor_parallel.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "support" / "tensor_parallel.py"
 PROMPT = torch.arange(3, 15)[None]
 
 
-def two_processes(folder, how):
-    """Run model R in tensor parallelism under torchrun; its trace is in `t`."""
-    make_r().save_pretrained(folder / "model")
+def two_processes(*command):
+    """Run a script in two processes under torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(SCRIPT), str(folder / "model"), str(folder / "t"), how]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run([*torchrun, *map(str, command)], capture_output=True, text=True, check=False, timeout=300)
+
+
+def model_r_shared_out(folder, how):
+    """Model R in tensor parallelism; its trace is in `t`."""
+    make_r().save_pretrained(folder / "model")
+    return two_processes(SCRIPT, folder / "model", folder / "t", how)
 
 
 @pytest.fixture(scope="module")
 def slow_rank(tmp_path_factory):
     """Two real processes, of which the second takes 50 ms longer in each layer."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = two_processes(folder, "slow")
+    ended = model_r_shared_out(folder, "slow")
     assert ended.returncode == 0, ended.stderr
     said = sorted(line for line in ended.stdout.replace("rank", "\nrank").splitlines() if line.startswith("rank"))
     assert [line[:6] for line in said] == ["rank 0", "rank 1"]
@@ -83,6 +88,17 @@ def test_communication_lies_in_what_waits_for_it(slow_rank):
 
 def test_a_folder_of_runs_lists_the_run_once(slow_rank):
     assert lifetrace.analysis.trace.trace_folders(slow_rank.parent) == [slow_rank]
+
+
+def test_the_recipe(tmp_path):
+    """As the documentation has it, on the embedded model: a row of `show` for each of the two processes."""
+    recipe = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (tmp_path / "several.py").write_text(recipe.partition("```py\n")[2].partition("```")[0])
+    ended = two_processes(tmp_path / "several.py", ROOT / "tracer" / "demo_model", tmp_path / "t")
+    assert ended.returncode == 0, ended.stderr
+    shown = CliRunner().invoke(main, ["show", str(tmp_path / "t")]).stdout
+    rows = [line.split() for line in shown.splitlines() if " complete " in line]
+    assert [row[0] for row in rows] == ["0", "1"]
 
 
 def traced_as(monkeypatch, model, rank, out, job="mine", **how):
@@ -159,7 +175,7 @@ def test_a_partition_of_another_job_is_left_out(slow_rank, tmp_path, other):
 
 def test_a_rank_that_was_killed_is_named(tmp_path):
     """Rank 1 dies in its third forward; rank 0 waits for it, and ends with what torch or torchrun makes of that."""
-    ended = two_processes(tmp_path, "killed")
+    ended = model_r_shared_out(tmp_path, "killed")
     assert "Signal 9 (SIGKILL)" in ended.stderr
     trace = lifetrace.read_trace(tmp_path / "t")
     assert any(gap.startswith("rank 1: the run did not come to its end") for gap in trace.gaps)
