@@ -260,9 +260,9 @@ def _placed(spans: Rows, columns: Sequence[str], by: Sequence[str]) -> Frame:
         # in memory and of one trace: looking up numbers takes a tenth of a join
         inside = nw.col("parent").is_in(top.select("span").collect()["span"])
     else:
-        known = top.select(*by, nw.col("span").alias("parent"), nw.lit(True).alias("inside"))
+        known = top.select(*by, nw.col("span").alias("parent"), nw.lit(1).alias("inside"))
         rows = rows.join(known, on=[*by, "parent"], how="left")
-        inside = nw.col("inside").fill_null(False)
+        inside = ~nw.col("inside").is_null()
     placed: nw.Expr = nw.when(is_top).then(nw.lit("")).when(inside).then(nw.col("part"))
     if not _may_have_asides(spans):
         return rows.with_columns(placed.alias("part"))

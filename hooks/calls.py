@@ -69,6 +69,37 @@ def _host_call(original: Call, codes: dict[int, int], tape: HostTape) -> Call:
     return call
 
 
+def _host_module_call(codes: dict[int, int], tape: HostTape) -> Call:
+    """The same in place of `nn.Module`'s own `__call__`, a frame of torch's that does nothing but choose.
+
+    What marks then stands where that frame stood: a third of what a mark costs.
+    """
+    is_compiling, now, original = torch.compiler.is_dynamo_compiling, perf_counter_ns, nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(self, *args, **kwargs)
+        code = codes.get(id(self))
+        if code is None:
+            return original(self, *args, **kwargs)
+        append = tape.append
+        append(code)
+        append(now())
+        if self._compiled_call_impl is None:
+            result = self._call_impl(*args, **kwargs)
+        else:
+            result = self._compiled_call_impl(*args, **kwargs)
+        append(code + 1)
+        append(now())
+        return result
+
+    return call
+
+
+# Whether torch's own `__call__` is the one that `_host_module_call` stands in for.
+_IS_KNOWN = nn.Module.__call__ is getattr(nn.Module, "_wrapped_call_impl", None) and hasattr(nn.Module, "_call_impl")
+
+
 def _tape_call(original: Call, codes: dict[int, int], tape: Tape) -> Call:
     """`__call__` that marks on any tape."""
 
@@ -173,6 +204,8 @@ class CallMarks:
     def _marking(self, own: type, method: str) -> Call:
         original, codes = getattr(own, method), self._codes[method]
         if isinstance(self._tape, HostTape):
+            if _IS_KNOWN and original is nn.Module.__call__:
+                return _host_module_call(codes, self._tape)
             return _host_call(original, codes, self._tape)
         return _tape_call(original, codes, self._tape)
 

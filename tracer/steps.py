@@ -9,7 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -284,6 +284,7 @@ class StepReader:
         self.origin_ns = origin_ns
         self.next_span = 0
         self._pattern = lru_cache(maxsize=256)(lambda codes: pattern_of(np.frombuffer(codes, np.int64).tolist(), slots))
+        self._columns_of = lru_cache(maxsize=256)(self._pattern_columns)
 
     def read(self, steps: Sequence[Step], detailed: Iterable[bool], rss_bytes: int | None) -> Rows:
         """Return the rows of steps that are closed.
@@ -374,14 +375,14 @@ class StepReader:
             "device_ns": _device_column(rows, marks),
             "starved": _starved_column(rows, marks),
         }
-        columns |= {
-            name: _tile(values, field_type, count) for name, (values, field_type) in self._pattern_columns(rows).items()
-        }
+        columns |= _tile(self._columns_of(pattern), len(rows), count)
         return _conform(columns, schema.SPANS, count * len(rows))
 
-    def _pattern_columns(self, rows: Sequence[Row]) -> dict[str, tuple[list[object], pa.DataType]]:
+    def _pattern_columns(self, pattern: Pattern) -> dict[str, pa.Array]:
+        """What is the same in each step of a pattern."""
+        rows = pattern.rows
         slots = [self.slots[row.slot] if row.slot is not None else None for row in rows]
-        return {
+        values = {
             "stage": ([row.place.stage for row in rows], schema.WORD),
             "layer": ([row.place.layer for row in rows], schema.SMALL),
             "part": ([row.place.part for row in rows], schema.WORD),
@@ -390,6 +391,7 @@ class StepReader:
             "call_index": ([row.call_index for row in rows], schema.SMALL),
             "device": ([slot.device if slot is not None else None for slot in slots], schema.WORD),
         }
+        return {name: _encoded(given, type_) for name, (given, type_) in values.items()}
 
     def _kv(self, steps: list[Step]) -> pa.Table:
         """Rows of the caches; steps whose cache only grew since one reading come from one array."""
@@ -412,10 +414,9 @@ class StepReader:
             "logical_bytes": pa.array(logical.ravel()),
             "allocated_bytes": pa.array(allocated.ravel()),
         }
-        columns |= {
-            name: _tile([getattr(kv, name) for kv in layers], schema.WORD, count)
-            for name in ("kind", "dtype", "device")
-        }
+        words = ("kind", "dtype", "device")
+        encoded = {name: _encoded([getattr(kv, name) for kv in layers], schema.WORD) for name in words}
+        columns |= _tile(encoded, len(layers), count)
         return _conform(columns, schema.KV, count * len(layers))
 
 
@@ -439,11 +440,11 @@ def table_of(table: schema.Table, rows: Sequence[dict[str, Any]]) -> pa.Table:
 
 
 def _conform(columns: dict[str, pa.Array], table: schema.Table, length: int) -> pa.Table:
-    arrays = []
+    arrays, nulls = [], cache(partial(pa.nulls, length))
     for column in table.columns:
         array = columns.get(column.name)
         if array is None:
-            array = pa.nulls(length, column.type)
+            array = nulls(column.type)
         elif array.type != column.type:
             array = array.dictionary_encode() if pa.types.is_dictionary(column.type) else array.cast(column.type)
         arrays.append(array)
@@ -463,11 +464,15 @@ def _words(values: list[str], each: int) -> pa.Array:
     return pa.DictionaryArray.from_arrays(np.repeat(encoded.indices.to_numpy(), each), encoded.dictionary)
 
 
-def _tile(values: list[object], type_: pa.DataType, count: int) -> pa.Array:
-    """Repeat a column of one step for all steps of its pattern."""
+def _encoded(values: list[object], type_: pa.DataType) -> pa.Array:
     one = pa.array(values, type=_plain(type_))
-    index = pa.array(np.tile(np.arange(len(values)), count))
-    return (one.dictionary_encode() if pa.types.is_dictionary(type_) else one).take(index)
+    return one.dictionary_encode() if pa.types.is_dictionary(type_) else one
+
+
+def _tile(columns: dict[str, pa.Array], length: int, count: int) -> dict[str, pa.Array]:
+    """Repeat columns of one step for all steps of its pattern."""
+    index = pa.array(np.tile(np.arange(length), count))
+    return {name: column.take(index) for name, column in columns.items()}
 
 
 def _device_ns(marks: Marks, start: int | None, end: int | None) -> int | None:

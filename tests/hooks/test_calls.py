@@ -136,3 +136,13 @@ def test_what_generate_compiles_by_itself_stays_in_one_piece(model_r, prompt_12,
     assert traced.equal(plain)
     assert list(trace.steps.token_count) == [1, 1, 1, 1]
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_module_that_is_compiled_while_it_is_marked_runs_what_was_compiled():
+    module = nn.Linear(2, 2)
+    marks, tape = marks_of(module)
+    marks.on()
+    module(torch.zeros(1, 2))
+    module._compiled_call_impl = lambda given: "compiled"
+    assert module(torch.zeros(1, 2)) == "compiled"
+    assert codes(tape).tolist() == [12, 13, 12, 13]

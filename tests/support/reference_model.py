@@ -1,4 +1,11 @@
-"""Sizes of the reference model R."""
+"""Sizes of the reference model R, and what of its work depends on transformers' version."""
+
+import inspect
+
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+# Operators that make the rotary table: frequencies by positions, in older versions as a product of matrices.
+ROTARY_TABLE_OPS = 11 if "inv_freq_expanded" in inspect.getsource(LlamaRotaryEmbedding.forward) else 7
 
 R_SIZES = {
     "vocab_size": 256,

@@ -82,7 +82,9 @@ def test_each_stage_and_step_has_its_memory(model_r, prompt_12, tmp_path):
     assert steps.mem_peak_bytes.max() == memory(trace).peak_bytes
     assert steps.mem_reserved_bytes.isna().all()
     grown = steps.mem_allocated_bytes.diff().iloc[2]
-    assert grown == 4 * 2 * 32 * 4 + 2 * 8  # a position of the cache in each layer; a token and its mask
+    # a position of the cache in each layer, a token and its position; older versions of transformers also keep a
+    # mask, and what was before
+    assert grown - 4 * 2 * 32 * 4 in (2 * 8, 4 * 8)
     tops = spans[spans.parent.isna() & spans.step.notna()]
     assert tops.mem_peak_bytes.notna().all()
     assert tops.groupby("step").mem_peak_bytes.max().tolist() == steps.mem_peak_bytes.tolist()

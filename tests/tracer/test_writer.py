@@ -46,6 +46,19 @@ def test_small_parts_become_one_and_are_filled(tmp_path):
     assert read_trace(tmp_path).steps.step.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_every_reader_knows_the_encodings(tmp_path):
+    """Those of the format's second version; splitting whole numbers by byte is younger, and DuckDB 1 refuses it."""
+    writer, used = TraceWriter(tmp_path), set()
+    for table in (schema.STEPS, schema.SPANS, schema.KV, schema.TOKENS):
+        writer.table(table.name, table.schema.empty_table())
+        writer.part(table.name, table_of(table, [{}] * 3))
+    for file in tmp_path.rglob("*.parquet"):
+        groups = pq.ParquetFile(file).metadata
+        for group in (groups.row_group(number) for number in range(groups.num_row_groups)):
+            used |= {encoding for column in range(groups.num_columns) for encoding in group.column(column).encodings}
+    assert used <= {"PLAIN", "RLE", "RLE_DICTIONARY", "DELTA_BINARY_PACKED"}
+
+
 def test_batches_stay_below_the_limit():
     assert list(_batches([])) == []
     assert list(_batches([5])) == [(0, 1)]
