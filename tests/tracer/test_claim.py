@@ -62,9 +62,9 @@ def test_a_second_trace_of_this_process_is_refused(model_r, prompt_12, tmp_path)
 
 
 def test_a_trace_that_could_not_begin_leaves_nothing(model_r, tmp_path):
-    with lifetrace.trace(model_r, out=tmp_path / "a"), pytest.raises(lifetrace.ModelError):  # noqa: SIM117
-        with lifetrace.trace(model_r, out=tmp_path / "b"):
-            pass
+    refused = pytest.raises(lifetrace.ModelError)
+    with lifetrace.trace(model_r, out=tmp_path / "a"), refused, lifetrace.trace(model_r, out=tmp_path / "b"):
+        pass
     assert list((tmp_path / "b").iterdir()) == []
 
 
