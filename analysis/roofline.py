@@ -352,7 +352,8 @@ def working_set(trace: Trace, step: dict[str, Any]) -> float | None:
 def total(values: Iterable[float | None]) -> float | None:
     """The sum; null where one is null."""
     listed = list(values)
-    return None if None in listed else sum(listed)  # type: ignore[arg-type]
+    known = [value for value in listed if value is not None]
+    return sum(known) if len(known) == len(listed) else None
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ def measure(name: str, model: Any, detail: str, every: int, pairs: int) -> Cost:
     """Compare pairs of generates at one detail level."""
     ratios, alone, writing = [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(model, Path(folder) / "trace", Options(detail=detail, every=every))
+        # half of the time nothing is traced: parts are written after as many traced steps as in a program
+        seconds = 2 * Options().flush_seconds
+        session = Session(model, Path(folder) / "trace", Options(detail=detail, every=every, flush_seconds=seconds))
         session.recorder.on_steps = timed(session.recorder.on_steps, writing)
         session.start(attach=False)
         generate_seconds(model)

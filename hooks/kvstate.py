@@ -103,7 +103,14 @@ class CacheWatch:
         self._row_shape: tuple[int, ...] = ()
 
     def before(self, cache: Any) -> tuple[KVState, int | None]:
-        """The state before a step and the positions seen: as after the step before, unless something was done."""
+        """The state before a step and the positions seen: as after the step before, unless something was done.
+
+        What a program does to a cache between two steps it does to all layers: the first one tells.
+        """
+        if cache is not None and self._is_watched(cache):
+            length = self._length_of(cache.layers[0])
+            if length == self._state.layout.layers[0].length + self._state.grown:
+                return self._state, length
         return self._look(cache, None)
 
     def after(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
@@ -128,22 +135,28 @@ class CacheWatch:
         between them that changes with the length. A layer that no longer grows is seen within as many steps as
         there are layers.
         """
-        same = self._cache is not None and self._cache() is cache
-        if not same or not self._state.layout.grows_evenly:
+        if not self._is_watched(cache):
             return None
-        layers: Sequence[Any] | None = getattr(cache, "layers", None)
-        if layers is None:  # two caches in one, or no cache of this library
-            return None
-        if len(layers) != len(self._state.layout.layers):
-            return None
-        first, last = layers[0].keys, layers[-1].keys
-        if first is None or last is None or last.shape != first.shape:
-            return None
-        *rows, length, width = first.shape
-        if (*rows, width) != self._row_shape:
+        layers: Sequence[Any] = cache.layers
+        length = self._length_of(layers[0])
+        if length is None or self._length_of(layers[-1]) != length:
             return None
         another = layers[length % len(layers)].keys
         return length if another is not None and another.size(-2) == length else None
+
+    def _is_watched(self, cache: Any) -> bool:
+        """Whether it is the cache that was read, of which lengths tell all."""
+        if self._cache is None or self._cache() is not cache or not self._state.layout.grows_evenly:
+            return False
+        # none in two caches in one, or in a cache of another library
+        return len(getattr(cache, "layers", ())) == len(self._state.layout.layers)
+
+    def _length_of(self, layer: Any) -> int | None:
+        """Positions of a layer whose keys are as they were but for their number."""
+        if layer.keys is None:
+            return None
+        *rows, length, width = layer.keys.shape
+        return length if (*rows, width) == self._row_shape else None
 
     def _read(self, cache: Any, expected: int | None) -> tuple[KVState, int | None]:
         seen = kvcache.positions(cache)

@@ -26,6 +26,8 @@ from .kvstate import NOTHING, CacheWatch, KVState
 # Slots 0 to 6 belong to the loop; modules follow. A code is twice its slot, plus one at the end.
 STEP, FORWARD, LOGITS, STOP, STREAM, NESTED, COMMUNICATION = range(7)
 FIRST_MODULE_SLOT = 7
+FLUSHING_SHARE = 0.005
+LONGEST_WAIT = 4
 # Tensors of a forward that the rest of its signature tells of.
 USUAL_ARGUMENTS = frozenset(
     (
@@ -151,7 +153,8 @@ class Recorder:
         read_memory: returns (allocated, reserved, peak) bytes, or None each.
         wants: whether the modules of a call's Nth step are marked; `on_toggle` is told of changes.
         flush_steps: hand on when so many steps are finished,
-        flush_seconds: or when so much time has passed since the last time.
+        flush_seconds: or when so much time has passed since the last time; up to `LONGEST_WAIT` times as much where
+            handing on would else take more than `FLUSHING_SHARE` of the time.
     """
 
     def __init__(
@@ -180,7 +183,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._step_numbers = itertools.count()
         self._finished: list[Step] = []
-        self._last_flush = time.monotonic()
+        self._due = time.monotonic() + flush_seconds
 
     # -- calls ---------------------------------------------------------------------------
 
@@ -435,16 +438,19 @@ class Recorder:
     def _flush_if_due(self) -> None:
         """Hand steps on when they are many or old: before a step begins, never while a call returns."""
         waiting = len(self._finished)
-        if waiting >= self.flush_steps or (waiting and time.monotonic() - self._last_flush >= self.flush_seconds):
+        if waiting >= self.flush_steps or (waiting and time.monotonic() >= self._due):
             self.flush()
 
     def flush(self) -> None:
         """Hand on all finished steps."""
         with self._lock:
             steps, self._finished = self._finished, []
-            self._last_flush = time.monotonic()
+            began = time.monotonic()
             if steps:
                 self.on_steps(steps)
+            ended = time.monotonic()
+            wait = (ended - began) / FLUSHING_SHARE
+            self._due = ended + max(self.flush_seconds, min(wait, LONGEST_WAIT * self.flush_seconds))
 
 
 def _signature(arguments: dict[str, Any], cache: Any, seen: int | None, kv_before: KVState) -> Signature:

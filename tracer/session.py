@@ -380,14 +380,15 @@ class Session:
     def _write(self, steps: list[Step]) -> None:
         self._note_failure(steps)
         rows = self.reader.read(steps, [step.detailed for step in steps], memory.rss_bytes())
-        self.tokens.note(steps, rows.steps)
+        self.tokens.note(steps, rows.of_step)
         self.work.note(steps)
-        self._note_times(steps, rows.steps)
+        self._note_times(steps, rows.of_step)
         for step in steps:
             if is_top(step):
                 self._ordinals.extend((step.index, step.ordinal))
         self.writer.part("steps", rows.steps)
-        self.writer.part("spans", pa.concat_tables([self._loose(), rows.spans]).unify_dictionaries())
+        spans = [self._loose(), rows.spans] if self.loose_spans else [rows.spans]
+        self.writer.part("spans", pa.concat_tables(spans).unify_dictionaries())
         self.writer.part("kv", rows.kv)
 
     def _note_failure(self, steps: list[Step]) -> None:
@@ -395,11 +396,11 @@ class Session:
         if failed:
             self.failure = failure_of(failed[-1], self.slots)
 
-    def _note_times(self, steps: list[Step], rows: pa.Table) -> None:
-        for step, wall_ns in zip(steps, rows["wall_ns"].to_pylist(), strict=True):
+    def _note_times(self, steps: list[Step], rows: dict[int, dict[str, Any]]) -> None:
+        for step in steps:
             if step.signature is not None and not step.failed:
                 kind = (step.prefill, step.role, step.detailed, step.signature.batch, step.signature.q_len)
-                self.cold.note(kind, step.index, wall_ns)
+                self.cold.note(kind, step.index, rows[step.index]["wall_ns"])
 
     def _loose(self) -> pa.Table:
         """The noted spans that no step holds, with ids of their own."""

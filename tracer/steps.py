@@ -259,8 +259,9 @@ def _gaps(rows: list[Row], start: int, end: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Arrow tables of one batch of steps; `spans_used` is how many span ids they took."""
+    """Arrow tables of one batch of steps, the rows of the steps by their number; `spans_used` are span ids taken."""
 
+    of_step: dict[int, dict[str, Any]]
     steps: pa.Table
     spans: pa.Table
     kv: pa.Table
@@ -303,20 +304,21 @@ class StepReader:
         wanted = dict(zip((step.index for step in steps), detailed, strict=True))
         first_span = self.next_span
         tables = []
-        triples = zip(steps, marks, patterns, strict=True)
-        for pattern, group in itertools.groupby(triples, key=lambda triple: triple[2]):
-            chosen = [(step, m) for step, m, _ in group if wanted[step.index]]
-            if chosen and pattern.rows:
-                tables.append(self._spans(pattern, [s for s, _ in chosen], [m for _, m in chosen]))
+        chosen = [triple for triple in zip(steps, marks, patterns, strict=True) if wanted[triple[0].index]]
+        for pattern, group in itertools.groupby(chosen, key=lambda triple: triple[2]):
+            if pattern.rows:
+                of_pattern = list(group)
+                tables.append(self._spans(pattern, [s for s, _, _ in of_pattern], [m for _, m, _ in of_pattern]))
         spans = pa.concat_tables(tables) if tables else schema.SPANS.schema.empty_table()
         return Rows(
+            of_step={step.index: row for step, row in zip(steps, step_rows, strict=True)},
             steps=table_of(schema.STEPS, step_rows),
             spans=spans.unify_dictionaries(),
             kv=self._kv([step for step in steps if wanted[step.index]]),
             spans_used=self.next_span - first_span,
         )
 
-    def _step_row(self, step: Step, marks: Marks, pattern: Pattern, rss_bytes: int | None) -> dict[str, object]:
+    def _step_row(self, step: Step, marks: Marks, pattern: Pattern, rss_bytes: int | None) -> dict[str, Any]:
         times, signature = marks.times_ns, step.signature
         first, last = times[0], times[-1]
         start, end = pattern.forward if pattern.forward is not None else (None, None)
@@ -382,7 +384,7 @@ class StepReader:
         """What is the same in each step of a pattern."""
         rows = pattern.rows
         slots = [self.slots[row.slot] if row.slot is not None else None for row in rows]
-        values = {
+        values: dict[str, tuple[list[Any], pa.DataType]] = {
             "stage": ([row.place.stage for row in rows], schema.WORD),
             "layer": ([row.place.layer for row in rows], schema.SMALL),
             "part": ([row.place.part for row in rows], schema.WORD),
@@ -464,7 +466,7 @@ def _words(values: list[str], each: int) -> pa.Array:
     return pa.DictionaryArray.from_arrays(np.repeat(encoded.indices.to_numpy(), each), encoded.dictionary)
 
 
-def _encoded(values: list[object], type_: pa.DataType) -> pa.Array:
+def _encoded(values: list[Any], type_: pa.DataType) -> pa.Array:
     one = pa.array(values, type=_plain(type_))
     return one.dictionary_encode() if pa.types.is_dictionary(type_) else one
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow as pa
 import torch
 
 from lifetrace.analysis.schema import PHASES
@@ -111,15 +110,15 @@ class TokenReader:
         self.tokenizer = tokenizer
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()) or ())
 
-    def note(self, steps: list[Step], rows: pa.Table) -> None:
+    def note(self, steps: list[Step], rows: dict[int, dict[str, Any]]) -> None:
         """Remember of each main step when it ended and how long the sequences were then."""
-        columns = ("step", "start_ns", "wall_ns", "phase", "batch", "q_len", "kv_len_before", "kv_len_after")
-        by_index = {row["step"]: row for row in rows.select(columns).to_pylist()}
+        columns = ("step", "phase", "batch", "q_len", "kv_len_before", "kv_len_after")
         for step in steps:
             if step.role == "main":
-                row = by_index[step.index]
-                end_ns = row.pop("start_ns") + row.pop("wall_ns")
-                facts = StepFacts(end_ns=end_ns, length_after=step.length_after, **row)
+                row = rows[step.index]
+                end_ns = row["start_ns"] + row["wall_ns"]
+                known = {name: row[name] for name in columns}
+                facts = StepFacts(end_ns=end_ns, length_after=step.length_after, **known)
                 self._steps.setdefault(step.call.index, StepLog()).add(facts)
 
     def rows(self, call: Call) -> tuple[list[dict[str, Any]], dict[int, StepTokens]]:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,7 @@ class TraceWriter:
             ) from error
 
 
+@cache
 def _encoding(table: schema.Table) -> dict[str, Any]:
     """How a table is encoded: differences keep times and ids at two or three bytes; words and shapes repeat."""
     numbers = [c.name for c in table.columns if pa.types.is_integer(c.type)]
