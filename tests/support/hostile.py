@@ -20,6 +20,7 @@ SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo"
 COMMANDS = ("show", "json", "csv", "markdown", "report", "explain", "compare", "export", "plan")
 
 BIG = 10**7
+MOST_BYTES = 2 * 10**9  # in memory, of what is made here
 ODD_TEXTS = (
     "", "\x1b]0;title\x07\x1b[2J", "</script><script>alert(1)</script>", "=HYPERLINK(1)", "\ud800", "\u202egnp.exe",
     "../../etc/passwd", "a" * 70_000, "[bold red]x[/]", "{{ 7 * 7 }}", "\x00", "\r\n\r\n",
@@ -191,8 +192,9 @@ def _damage_values(draw, folder: Path) -> str:
     rows = rows.set_column(rows.column_names.index(name), rows.schema.field(name), array.cast(type_))
     if draw(st.integers(0, 5)) == 0:
         rows = pa.concat_tables([rows, rows])
-    if draw(st.integers(0, 9)) == 0:
-        rows = rows.take(pa.array([0] * draw(st.sampled_from((1000, 100_000))))) if len(rows) else rows
+    copies = draw(st.sampled_from((1000, 100_000))) if draw(st.integers(0, 9)) == 0 else 0
+    if copies and len(rows) and rows[:1].nbytes * copies < MOST_BYTES:  # it may hold a bomb already
+        rows = rows.take(pa.array([0] * copies))
     _write(rows, file)
     return f"{file.parent.name}/{file.name} {name} becomes {value!r:.60} in {len(list(chosen))} rows"
 
