@@ -29,7 +29,7 @@ def bound_of(bound: str | None, efficiency: float | None) -> str:
     """What bounds a phase, with roof ÷ measured."""
     if bound is None:
         return units.NONE
-    return bound if efficiency is None else f"{bound} {efficiency:.0%}"
+    return bound if efficiency is None else f"{bound} {units.percent(efficiency)}"
 
 
 def tokens_a_second(rate: float | None) -> str:

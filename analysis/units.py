@@ -51,6 +51,11 @@ def share(fraction: float | None) -> str:
     return NONE if fraction is None else f"{fraction:.1%}"
 
 
+def percent(fraction: float | None) -> str:
+    """A fraction in whole percents, one that is not nothing never as 0."""
+    return NONE if fraction is None else f"{fraction:.0%}" if fraction >= 0.01 else "<1%"
+
+
 def count(value: int | None) -> str:
     """A whole number with thousands separated."""
     return NONE if value is None else f"{value:,}"

@@ -31,12 +31,7 @@ def bound_cell(row: StageVerdict | None) -> str:
     if row is None or row.verdict.bound == UNKNOWN:
         return units.NONE
     fault = " (!)" if row.verdict.fault else ""
-    return f"{bound_word(row.verdict)} {percent(row.verdict.efficiency)}{fault}"
-
-
-def percent(share: float | None) -> str:
-    """A share in whole percents, as table cells show it."""
-    return units.NONE if share is None else f"{share:.0%}" if share >= 0.01 else "<1%"
+    return f"{bound_word(row.verdict)} {units.percent(row.verdict.efficiency)}{fault}"
 
 
 def place(row: Loss | StageVerdict) -> str:

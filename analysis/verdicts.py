@@ -227,7 +227,7 @@ def statement(phase: PhaseVerdict, ceilings: Ceilings | None) -> Statement:
         return Statement(phase.phase, UNKNOWN, sentence, "low", ())
     near = f", close to {judged.close_to}-bound" if judged.close_to else ""
     subject = f"{waiting}; beside that it" if waiting else phase.phase.capitalize()
-    of_roof = f", {judged.efficiency:.0%} of its roof" if judged.efficiency is not None else ""
+    of_roof = f", {units.percent(judged.efficiency)} of its roof" if judged.efficiency is not None else ""
     sentence = (
         f"{subject} is {judged.bound}-bound{near}: {words[judged.bound](phase, ceilings)}; "
         f"it took {units.time(phase.time_ns / phase.steps * phase.calls)}{of_roof}.{_rest_words(phase)}"
