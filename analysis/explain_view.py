@@ -8,7 +8,6 @@ from rich.text import Text
 from . import units
 from .explain import Matmul, Piece, Walk
 from .roofline import UNKNOWN, Verdict
-from .verdict_view import percent
 
 WIDE = 100
 
@@ -93,7 +92,7 @@ def _operands(matmul: Matmul) -> str:
 def _bound(judged: Verdict) -> str:
     if judged.bound == UNKNOWN:
         return units.NONE
-    return f"{judged.bound} {percent(judged.efficiency)}" if judged.efficiency is not None else judged.bound
+    return f"{judged.bound} {units.percent(judged.efficiency)}" if judged.efficiency is not None else judged.bound
 
 
 def shape(dimensions: tuple[int, ...] | None) -> str:
