@@ -332,7 +332,9 @@ def _home(matmul: Matmul, homes: Sequence[tuple[int, str]], spans: Sequence[dict
 
 def _piece(row: dict[str, Any], depth: int, matmuls: Sequence[Matmul], judge: _Judge) -> Piece:
     parts = [row[name] for name in ("input_bytes", "output_bytes", "weight_bytes", "kv_read_bytes", "kv_write_bytes")]
-    bytes_ = None if None in parts else sum(parts)
+    bytes_ = needed = None if None in parts else sum(parts)
+    if is_aside(row["part"]):  # what is brought comes from elsewhere than the device's memory
+        bytes_, needed = row["weight_bytes"], None
     time_ns = _time_ns(row)
     return Piece(
         depth=depth,
@@ -347,7 +349,7 @@ def _piece(row: dict[str, Any], depth: int, matmuls: Sequence[Matmul], judge: _J
         bytes_=bytes_,
         weight_bytes=row["weight_bytes"],
         op_count=row["op_count"],
-        verdict=judge(row["flops"], bytes_, row["op_count"], time_ns),
+        verdict=judge(row["flops"], needed, row["op_count"], time_ns),
         matmuls=tuple(matmuls),
     )
 

@@ -88,6 +88,8 @@ def test_explain_leaves_products_with_what_computes_them(offloaded, tmp_path):
         offloaded.generate(PROMPT, max_new_tokens=2, do_sample=False)
     shown = CliRunner().invoke(main, ["explain", str(trace.path), "--layer", "2", "--step", "1", "--json"])
     pieces = json.loads(shown.stdout)["pieces"]
+    brought = {piece["part"]: piece["bytes"] for piece in pieces if piece["part"] in ("norm.weights", "mlp.release")}
+    assert brought == {"norm.weights": 64 * 4, "mlp.release": 0}
     assert {piece["part"]: len(piece["matmuls"]) for piece in pieces if piece["matmuls"]} == {"attention": 6, "mlp": 3}
 
 
