@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import lifetrace
 from lifetrace import environment
 from lifetrace.analysis import judge
-from lifetrace.hooks.attach import DETAILS
+from lifetrace.hooks.attach import DETAILS, slots_for
+from lifetrace.hooks.stages import find
 from lifetrace.session import Options, Session
 from smollm2 import smollm2_checkpoint
 
@@ -99,6 +100,33 @@ def measure(name: str, model: Any, detail: str, every: int, pairs: int) -> Cost:
     share = sum(writing) / sum(alone)
     low, middle, high = (ratio + share for ratio in statistics.quantiles(ratios, n=4))
     return Cost(name, detail, every, middle, low, high, pairs, statistics.median(alone) / NEW_TOKENS * 1e3, share)
+
+
+def measure_empty_hooks(name: str, model: Any, detail: str, pairs: int) -> Cost:
+    """The same for hooks of torch before and after the calls of the same modules, which do nothing."""
+    modules = dict(model.named_modules())
+    marked = [modules[slot.module] for slot in slots_for(model, find(model), detail) if slot.module is not None]
+    ratios, alone = [], []
+    for pair in range(pairs):
+        seconds = {}
+        for hooked in (False, True) if pair % 2 else (True, False):
+            handles = [register(nothing) for register in _registers(marked)] if hooked else []
+            seconds[hooked] = generate_seconds(model)
+            for handle in handles:
+                handle.remove()
+        ratios.append(seconds[True] / seconds[False])
+        alone.append(seconds[False])
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    label = f"{detail}, empty hooks of torch"
+    return Cost(name, label, 1, middle, low, high, pairs, statistics.median(alone) / NEW_TOKENS * 1e3)
+
+
+def _registers(modules: list[Any]) -> list[Callable[[Any], Any]]:
+    return [r for module in modules for r in (module.register_forward_pre_hook, module.register_forward_hook)]
+
+
+def nothing(*given: Any) -> None:
+    """A hook that does nothing."""
 
 
 def timed(work: Callable[[Any], None], seconds: list[float]) -> Callable[[Any], None]:
@@ -206,15 +234,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     costs = []
-    for name, build, pairs, everies in (
-        ("30-layer, 64-wide random Llama", toy, options.pairs, (1, 8)),
-        ("SmolLM2-135M", smollm2, max(options.pairs // 3, 4), (1,)),
+    for name, build, pairs, everies, hooked in (
+        ("30-layer, 64-wide random Llama", toy, options.pairs, (1, 8), DETAILS),
+        ("SmolLM2-135M", smollm2, max(options.pairs // 3, 4), (1,), ()),
     ):
         model = build()
         for every in everies:
             for detail in DETAILS:
                 costs.append(measure(name, model, detail, every, pairs))
                 print(costs[-1], file=sys.stderr, flush=True)
+        for detail in hooked:
+            costs.append(measure_empty_hooks(name, model, detail, pairs))
+            print(costs[-1], file=sys.stderr, flush=True)
         for full in (False, True):
             costs.append(measure_profiler(name, model, full, max(pairs // 5, 4)))
             print(costs[-1], file=sys.stderr, flush=True)
