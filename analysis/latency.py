@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import pyarrow.compute as pc
@@ -30,6 +30,8 @@ class FirstToken:
 @dataclass(frozen=True)
 class Latency:
     """Times in ns; medians over the calls of the trace, percentiles over all gaps between tokens.
+
+    Of two middle calls `ttft_ns` is that of the faster, so that it is the sum of `first_token`.
 
     Calls whose prefill was cold, and the gaps that a cold step ended, are left out where others remain.
     `ttft_ns`: first token − request start. `tpot_ns`: (last − first) ÷ (N − 1), null for N = 1.
@@ -69,7 +71,7 @@ def latency(trace: Trace, split: bool = True) -> Latency:
         prompt_tokens=sum(calls[0]["prompt_tokens"]) if calls else None,
         new_tokens=sum(calls[0]["new_tokens"]) if calls else None,
         sequences=calls[0]["sequences"] if calls else None,
-        ttft_ns=_median([ttft_ns(call) for call in warm]),
+        ttft_ns=median_low([ttft_ns(call) for call in warm]) if warm else None,
         first_token=_first_token(trace, warm, steps) if split else None,
         tpot_ns=_median([value for call in calls if (value := tpot_ns(call)) is not None]),
         itl_p50_ns=percentile(gaps, 0.50),

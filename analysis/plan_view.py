@@ -211,7 +211,7 @@ def _time_words(plan: Plan) -> list[str]:
         turn = f"decode turns compute-bound at a batch of {found.decode_batch:,}"
     parts.append(turn)
     if found.prefill_length is not None:
-        parts.append(f"prefill at a prompt of {found.prefill_length:,} tokens")
+        parts.append(f"prefill turns compute-bound at a prompt of {found.prefill_length:,} tokens")
     if found.kv_context is not None:
         parts.append(f"a decode step reads more KV than weights from {found.kv_context:,} positions on")
     lines.append("; ".join(parts))

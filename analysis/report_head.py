@@ -11,8 +11,8 @@ from .ceilings import of_manifest
 from .latency import Latency
 from .memory import memory
 from .report_words import plural, stop_word, visible
-from .summary import UNSTEADY
 from .trace import Trace
+from .verdicts import UNSTEADY
 
 STATUS = {
     "running": "What had been written until now is shown.",

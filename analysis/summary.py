@@ -13,9 +13,7 @@ from .operators import OperatorTime, operators
 from .ranks import RankTime, rank_times
 from .stage_sums import recorded_steps, steps_per_call
 from .trace import Trace
-from .verdicts import Verdicts, judge
-
-UNSTEADY = 1.15  # equal runs that differ by more make their times doubtful
+from .verdicts import UNSTEADY, Verdicts, judge
 
 
 @dataclass(frozen=True)

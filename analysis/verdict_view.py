@@ -56,7 +56,7 @@ def _thresholds(found: Thresholds) -> str:
     if found.decode_batch is not None:
         parts.append(f"decode turns compute-bound at a batch of {found.decode_batch:,}")
     if found.prefill_length is not None:
-        parts.append(f"prefill at a prompt of {found.prefill_length:,} tokens")
+        parts.append(f"prefill turns compute-bound at a prompt of {found.prefill_length:,} tokens")
     if found.kv_context is not None:
         parts.append(f"a step reads more KV than weights from {found.kv_context:,} positions on")
     return "; ".join(parts)

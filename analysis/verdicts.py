@@ -26,6 +26,7 @@ from .trace import Trace
 
 LOSSES = 3
 MUCH = 0.1  # of a phase's time
+UNSTEADY = 1.15  # equal runs that differ by more make their times doubtful
 HELP_LAUNCHING = "a larger batch, a static cache with a compiled decode, or CUDA graphs would help"
 
 
@@ -123,7 +124,7 @@ def judge(trace: Trace) -> Verdicts:
     phases = phase_verdicts(trace, ceilings)
     return Verdicts(
         ceilings_source=ceilings.source if ceilings else None,
-        statements=[statement(phase, ceilings) for phase in phases],
+        statements=[statement(phase, ceilings, (trace.meta.get("overhead") or {}).get("noise")) for phase in phases],
         phases=phases,
         stages=stages,
         losses=losses(stages, ceilings),
@@ -216,8 +217,11 @@ def _unexplained_words(row: StageVerdict) -> str:
 # -- sentences ---------------------------------------------------------------------------------
 
 
-def statement(phase: PhaseVerdict, ceilings: Ceilings | None) -> Statement:
-    """Say in a sentence what limits a phase, with how far that can be trusted."""
+def statement(phase: PhaseVerdict, ceilings: Ceilings | None, noise: float | None = None) -> Statement:
+    """Say in a sentence what limits a phase, with how far that can be trusted.
+
+    `noise` is the slowest of equal untraced runs ÷ the fastest, null where there were none.
+    """
     judged = phase.verdict
     words = {COMPUTE: _compute_words, MEMORY: _memory_words, LAUNCH: _launch_sentence}
     waiting = _waiting_words(phase)
@@ -232,7 +236,7 @@ def statement(phase: PhaseVerdict, ceilings: Ceilings | None) -> Statement:
         f"{subject} is {judged.bound}-bound{near}: {words[judged.bound](phase, ceilings)}; "
         f"it took {units.time(phase.time_ns / phase.steps * phase.calls)}{of_roof}.{_rest_words(phase)}"
     )
-    doubts, confidence = _doubts(phase, ceilings)
+    doubts, confidence = _doubts(phase, ceilings, noise)
     return Statement(phase.phase, judged.bound, sentence, confidence, doubts)
 
 
@@ -318,13 +322,15 @@ def _unknown_words(phase: PhaseVerdict, ceilings: Ceilings | None) -> str:
     return "no bandwidth is known" if phase.verdict.memory_ns is None else "it holds no counted work"
 
 
-def _doubts(phase: PhaseVerdict, ceilings: Ceilings) -> tuple[tuple[str, ...], str]:
+def _doubts(phase: PhaseVerdict, ceilings: Ceilings, noise: float | None) -> tuple[tuple[str, ...], str]:
     """What speaks against a verdict, and the confidence that is left: high without any, low with a grave one."""
     judged = phase.verdict
     grave: list[str] = []
     light: list[str] = []
     if judged.fault:
         grave.append(judged.fault)
+    if noise is not None and noise > UNSTEADY:
+        grave.append(f"equal untraced runs differ by {noise - 1:.0%}")
     if ceilings.quietness is not None and not ceilings.quietness.quiet:
         grave.append("the machine was not quiet when its ceilings were measured")
     if judged.launch_ns is None and phase.work.starved_share is None:
@@ -336,8 +342,9 @@ def _doubts(phase: PhaseVerdict, ceilings: Ceilings) -> tuple[tuple[str, ...], s
         light.append(f"{judged.close_to} comes within 10 %")
     if phase.steps < 3:
         light.append(f"{phase.steps} step{'s' if phase.steps > 1 else ''} only")
-    if phase.explanation is not None and phase.explanation.explained_share < 0.5:
-        light.append(f"{1 - phase.explanation.explained_share:.0%} of the time is not explained")
+    explained = phase.explanation.explained_share if phase.explanation is not None else 1.0
+    if explained < 0.5:
+        (grave if explained < 0.1 else light).append(f"{1 - explained:.0%} of the time is not explained")
     return (*grave, *light), "low" if grave else "medium" if light else "high"
 
 

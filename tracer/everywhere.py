@@ -183,11 +183,11 @@ class trace_all(ContextDecorator):
 
     def _new_session(self, model: Any) -> "Session":
         from .post_mortem import post_mortem
-        from .session import Options, Session, default_folder
+        from .session import Options, Session, default_folder, generating_model
 
         asked = self._recording
-        options = Options(asked.detail, asked.every, *asked.steps)
-        path = asked.out if asked.out is not None else default_folder(model)
+        options = Options.of(asked.detail, asked.every, asked.steps)
+        path = asked.out if asked.out is not None else default_folder(generating_model(model))
         if self._sessions and asked.out is not None:
             path = path.with_name(f"{path.name}-{len(self._sessions) + 1}")
         session = Session(model, path, options, facts={"command": self.command}, force=asked.force)

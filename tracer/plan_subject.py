@@ -234,18 +234,18 @@ def _local() -> tuple[Ceilings, str, int | None]:
 
 
 def parse_bytes(text: str) -> int:
-    """Read an amount of memory such as `24GB`, `80 GiB` or a number of bytes.
+    """Read an amount of memory such as `24GB`, `80 GiB` or `1_000_000B`; a number without a unit may be any.
 
     Raises:
         UsageError: it is none, or not above 0.
     """
-    match = re.fullmatch(r"\s*([\d.,_]+)\s*([kmgt]i?b?|b)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([\d.,_]+)\s*([kmgt]i?b?|b)\s*", text, re.IGNORECASE)
     try:
         number = float(match[1].replace(",", "").replace("_", "")) if match else 0.0
     except ValueError:
         number = 0.0
-    unit = (match[2] or "b").casefold() if match else "b"
+    unit = match[2].casefold() if match else "b"
     scale = 1 if unit == "b" else SCALES[unit if unit.endswith("b") else unit + "b"]
     if number * scale < 1:
-        raise UsageError(f"{text!r} is no amount of memory; write 24GB (10⁹ bytes each) or 24GiB (2³⁰).")
+        raise UsageError(f"{text!r} is no amount of memory with its unit; write 24GB (10⁹ bytes each) or 24GiB (2³⁰).")
     return int(number * scale)

@@ -55,8 +55,23 @@ class Options:
     def __post_init__(self) -> None:
         if self.detail not in DETAILS:
             raise UsageError(f"There is no detail level {self.detail!r}; choose one of {', '.join(DETAILS)}.")
-        if self.every < 1:
-            raise UsageError(f"every={self.every} keeps no step; give 1 or more.")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise UsageError(f"every={self.every!r} keeps no step; give 1 or more.")
+        first, last = self.first_step, self.last_step
+        is_range = isinstance(first, int) and (last is None or isinstance(last, int))
+        if not is_range or first < 0 or (last is not None and last <= first):
+            raise UsageError(f"steps=({first!r}, {last!r}) is no range; give (first, last), such as (0, 8).")
+
+    @classmethod
+    def of(cls, detail: str, every: int, steps: Any) -> "Options":
+        """Those of a program: `steps` is (first, last), last excluded, or null for all that follow.
+
+        Raises:
+            UsageError: one of them cannot be.
+        """
+        if not isinstance(steps, tuple | list) or len(steps) != 2:
+            raise UsageError(f"steps={steps!r} is no range; give (first, last), such as (0, 8).")
+        return cls(detail, every, *steps)
 
     def wants(self, step_in_call: int) -> bool:
         """Whether the spans of this step of a call are recorded."""

@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from lifetrace.analysis.trace import Trace, read_trace
-from lifetrace.errors import LifetraceError
+from lifetrace.errors import LifetraceError, UsageError
 
 from . import session as sessions
 from .post_mortem import post_mortem
-from .session import Options, Session, default_folder, status_of
+from .session import Options, Session, default_folder, generating_model, status_of
 
 
 class trace:
@@ -57,8 +57,10 @@ class trace:
         force: bool = False,
         strict: bool = False,
     ) -> None:
-        path = Path(out) if out is not None else default_folder(model)
-        options = Options(detail, every, steps[0], steps[1])
+        options = Options.of(detail, every, steps)
+        if tokenizer is not None and not hasattr(tokenizer, "batch_decode"):
+            raise UsageError(f"tokenizer={tokenizer!r:.60} is none; give what AutoTokenizer.from_pretrained returns.")
+        path = Path(out) if out is not None else default_folder(generating_model(model))
         self._session: Session | None = Session(model, path, options, tokenizer, force=force)
         self.path = self._session.path
         self._session.on_out_of_memory = post_mortem

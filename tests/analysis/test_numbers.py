@@ -47,6 +47,12 @@ def test_the_time_to_the_first_token_is_split_without_a_rest(tmp_path):
     assert sum(vars(split).values()) == times.ttft_ns
 
 
+def test_of_two_calls_the_time_to_the_first_token_is_that_of_one(tmp_path):
+    times = split_call(tmp_path, [(5, 2), (9, 1)])  # TTFT 14 and 18 ms
+    assert times.ttft_ns == 14 * MS
+    assert sum(vars(times.first_token).values()) == times.ttft_ns
+
+
 def test_a_single_token_has_no_time_per_output_token(tmp_path):
     call = {
         "call": 0, "parent_step": None, "request_start_ns": 0, "first_token_ns": 7 * MS, "last_token_ns": 7 * MS,

@@ -412,7 +412,8 @@ class TestView:
         assert rows["prefill"].endswith("Confidence: medium: 1 step only.")
         assert rows["lost time 1"].startswith("decode layer: 20.0 ms of 40.1 ms a call, 49.9% of the phase; ")
         assert rows["turning points"] == (
-            "prefill at a prompt of 22 tokens; a step reads more KV than weights from 400 positions on"
+            "prefill turns compute-bound at a prompt of 22 tokens; "
+            "a step reads more KV than weights from 400 positions on"
         )
         assert "20,000 µs more for 1,000 positions" in rows["with context"]
         assert "explains 50%, the cache's own copying 50%" in rows["with context"]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from fake_device import fake_ceilings
 
 from lifetrace import calibrate as measuring
-from lifetrace.analysis.ceilings import MEASURED, Ceilings, Figure
+from lifetrace.analysis.ceilings import MEASURED, Ceilings, Figure, Quietness
 from lifetrace.analysis.ceilings_view import ceiling_rows, ceilings_figure, quiet_words
 from lifetrace.calibrate import GIB, KIB, MIB, Buffer, Plan
 from lifetrace.cli import main
@@ -210,6 +210,14 @@ class TestStore:
         file, (note,) = measuring.keep(fake_ceilings())
         assert file is None
         assert "could not be kept" in note
+
+    def test_a_disturbed_one_does_not_replace_a_quiet_one(self, folder):
+        quiet = fake_ceilings()
+        noisy = replace(quiet, quietness=Quietness(quiet=False, spread=0.5, others_cpu=0.9, load_average=3.0))
+        measuring.keep(quiet)
+        _, notes = measuring.keep(noisy)
+        assert "does not replace" in notes[0]
+        assert measuring.load(quiet.device) == (quiet, None)
 
     def test_a_quick_one_does_not_replace_a_full_one(self, folder):
         full = fake_ceilings()

@@ -214,9 +214,14 @@ print(model.generate(torch.arange(3, 9)[None], max_new_tokens=3, decoder_start_t
         ([], "no program to run"),
         (["nowhere.py"], "nowhere.py cannot be read"),
         (["--detail", "x", "y.py"], "'x' is not"),
+        (["--out", "thesis", "ends.py"], "thesis is not empty"),
+        (["--out", "ends.py", "ends.py"], "is a file"),
     ],
 )
-def test_mistakes_end_in_a_sentence(arguments, says, tmp_path):
+def test_mistakes_end_in_a_sentence_before_the_program_runs(arguments, says, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    (tmp_path / "ends.py").write_text("raise SystemExit(5)")
     ended = subprocess.run(
         [sys.executable, "-m", "lifetrace", "exec", *arguments],
         capture_output=True,
@@ -226,6 +231,8 @@ def test_mistakes_end_in_a_sentence(arguments, says, tmp_path):
     )
     assert ended.returncode == 2
     assert says in ended.stderr
+    assert len(ended.stderr.splitlines()) <= 4
+    assert "came to no generate" not in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -71,7 +71,7 @@ def test_a_batch_that_does_not_fit_fails_in_the_prefill(tmp_path):
     assert fits.exit_code == 0, fits.output
 
 
-@pytest.mark.parametrize("size", ["0", "x", "-5GB"])
+@pytest.mark.parametrize("size", ["0", "0GB", "x", "-5GB", "12"])
 def test_an_absurd_limit_is_refused(tmp_path, size):
     result = run(tmp_path / "t", "--memory-limit", size)
     assert result.exit_code == 2

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from lifetrace.cli import main
+from lifetrace.errors import UsageError
 from lifetrace.hooks import kvcache
 from lifetrace.hooks.live_bytes import LiveBytes
 from lifetrace.plan import Planner, against, plan
@@ -221,7 +222,7 @@ def test_options_fit_when_they_are_taken(reference_config):
     eager, sdpa = (
         Planner(Request(**base, attention=name, memory="1GB")).fit.needed_bytes for name in ("eager", "sdpa")
     )
-    base["memory"] = str((eager + sdpa) // 2)
+    base["memory"] = f"{(eager + sdpa) // 2}B"
     found = plan(Request(**base, attention="eager"))
     assert not found.fit.fits
     assert {"attn_implementation", "context"} <= {name for option in found.options for name in option.settings}
@@ -307,10 +308,15 @@ def test_dimensions_given():
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("24GB", 24 * 10**9), ("24 GiB", 24 * 2**30), ("80g", 80 * 10**9), ("1,000", 1000), ("1.5kB", 1500)],
+    [("24GB", 24 * 10**9), ("24 GiB", 24 * 2**30), ("80g", 80 * 10**9), ("1,000 B", 1000), ("1.5kB", 1500)],
 )
 def test_amounts_of_memory(text, count):
     assert parse_bytes(text) == count
+
+
+def test_an_amount_without_a_unit_may_be_any():
+    with pytest.raises(UsageError, match="with its unit"):
+        parse_bytes("24")
 
 
 def test_planning_leaves_a_real_model_alone(model_r):

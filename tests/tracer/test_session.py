@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 import lifetrace
+from lifetrace.errors import ModelError, UsageError
 from reference_model import R_SIZES
 
 
@@ -423,3 +425,25 @@ def test_assisted_decoding_gives_several_tokens_a_step(model_r, prompt_12, tmp_p
         traced = model_r.generate(prompt_12, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
     assert torch.equal(expected, traced)
     assert trace.steps.token_count.sum() == 12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"detail": "foo"}, "no detail level 'foo'"),
+        ({"every": 0}, "every=0"),
+        ({"every": "2"}, "every='2'"),
+        ({"steps": 5}, "steps=5 is no range"),
+        ({"steps": "0:8"}, "steps='0:8' is no range"),
+        ({"steps": (5, 2)}, "is no range"),
+        ({"steps": ("0", "8")}, "is no range"),
+        ({"tokenizer": "x"}, "tokenizer='x' is none"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_and_leave_nothing(model_r, tmp_path, monkeypatch, wrong, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        lifetrace.trace(model_r, **wrong)
+    with pytest.raises(ModelError, match="is a str"):
+        lifetrace.trace("x")
+    assert list(tmp_path.iterdir()) == []

@@ -63,6 +63,7 @@ def exec_(is_module: bool, program: tuple[str, ...], report: bool, **given: Any)
 
     if not program:
         raise UsageError("There is no program to run; give a script, or a module with -m.")
+    _check_folder(given["out"], given["force"])
     tracing = trace_all(**given)
     tracing.command = shlex.join(["lifetrace", *sys.argv[1:]])
     ended: list[BaseException] = []
@@ -70,6 +71,19 @@ def exec_(is_module: bool, program: tuple[str, ...], report: bool, **given: Any)
     # Registered first, so it runs last: after the program's own threads and exit functions have ended.
     atexit.register(_close, tracing, ended, report, os.getpid())
     _run(is_module, program, ended)
+
+
+def _check_folder(out: Path | None, force: bool) -> None:
+    """Refuse a folder that holds something before the program runs, with nothing imported that it has not asked for.
+
+    Of several processes the first one decides; what they write beside each other is theirs.
+    """
+    if out is None or not out.exists() or os.environ.get("RANK", "0") != "0":
+        return
+    if not out.is_dir():
+        raise UsageError(f"{out} is a file; give --out the name of a folder.")
+    if not force and any(not file.name.startswith((".", "rank-")) for file in out.iterdir()):
+        raise UsageError(f"The folder {out} is not empty; choose another with --out, or add --force.")
 
 
 def _run(is_module: bool, program: tuple[str, ...], ended: list[BaseException]) -> None:
@@ -80,7 +94,8 @@ def _run(is_module: bool, program: tuple[str, ...], ended: list[BaseException]) 
             run_module(program[0], program[1:])
         else:
             run_script(Path(program[0]), program[1:])
-    except UsageError:
+    except UsageError as error:
+        ended.append(error)
         raise
     except SystemExit as error:
         ended += [error] if error.code not in (None, 0) else []
@@ -115,7 +130,8 @@ def _end_traces(tracing: Any, error: BaseException | None, report: bool) -> None
     for note in tracing.notes:
         click.echo(f"lifetrace: {note}", err=True)
     if not tracing.paths:
-        click.echo("lifetrace: this program came to no generate() that can be traced.", err=True)
+        if not isinstance(error, UsageError):
+            click.echo("lifetrace: this program came to no generate() that can be traced.", err=True)
         return
     calls = tracing.calls
     click.echo(f"lifetrace: traced {calls} call{'s' * (calls != 1)} of generate()", err=True)
