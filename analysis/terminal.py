@@ -19,6 +19,11 @@ from .schema import PHASES
 from .summary import Summary
 from .verdict_view import bound_cell, lead_rows
 
+# How a run ended that did not come to its end.
+ENDED = {
+    "running": "goes on still, or was killed", "interrupted": "was interrupted", "failed": "failed",
+    "oom": "ran out of memory",
+}  # fmt: skip
 BAR_WIDTH = 12
 OPERATORS_SHOWN = 6
 MOST_CHARACTERS = 50_000
@@ -42,15 +47,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("model", _model(summary)),
         ("device", _device(summary)),
         ("TTFT", _first_token(timing)),
-        (
-            "TPOT",
-            f"{units.time(timing.tpot_ns)}  (p50 {units.time(timing.itl_p50_ns)}, p95 {units.time(timing.itl_p95_ns)})",
-        ),
-        (
-            "tokens/s",
-            f"prefill {units.rate(timing.prefill_tokens_per_s, 'tokens/s')}, "
-            f"decode {units.rate(timing.decode_tokens_per_s, 'tokens/s')}",
-        ),
+        ("TPOT", _output_token(timing)),
+        ("tokens/s", _rates(timing)),
         ("tokens", _tokens(summary)),
         ("drafted", _drafted(summary)),
         ("KV cache", _kv(summary)),
@@ -76,6 +74,19 @@ def _first_token(timing: Latency) -> str:
     return f"{units.time(timing.ttft_ns)} = {named}"
 
 
+def _output_token(timing: Latency) -> str:
+    if timing.tpot_ns is None and timing.itl_p50_ns is None:
+        return units.NONE
+    return f"{units.time(timing.tpot_ns)}  (p50 {units.time(timing.itl_p50_ns)}, p95 {units.time(timing.itl_p95_ns)})"
+
+
+def _rates(timing: Latency) -> str:
+    if timing.prefill_tokens_per_s is None and timing.decode_tokens_per_s is None:
+        return units.NONE
+    prefill, decode = timing.prefill_tokens_per_s, timing.decode_tokens_per_s
+    return f"prefill {units.rate(prefill, 'tokens/s')}, decode {units.rate(decode, 'tokens/s')}"
+
+
 def _model(summary: Summary) -> str:
     model = summary.model
     parameters = units.count(model.get("parameters"))
@@ -96,6 +107,8 @@ def _joined(*words: str | None) -> str:
 
 def _tokens(summary: Summary) -> str:
     timing = summary.latency
+    if timing.prompt_tokens is None and timing.new_tokens is None:
+        return units.NONE
     batch = f" in {timing.sequences} sequences" if (timing.sequences or 1) > 1 else ""
     why = f" (stopped by {summary.stop_reason})" if summary.stop_reason else ""
     return f"{units.count(timing.prompt_tokens)} prompt + {units.count(timing.new_tokens)} new{batch}{why}"
@@ -186,8 +199,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     for text in summary.output or ():
         console.print(Panel(Text(printable(text)), title="generated", title_align="left", box=box.ROUNDED))
     if summary.status != "complete":
-        status = printable(summary.status)
-        console.print(Text(f"This run is {status}; what follows is what was recorded.", style="bold yellow"))
+        ended = ENDED.get(summary.status, f"has the status {printable(summary.status)}")
+        console.print(Text(f"This run {ended}; what follows is what was recorded.", style="bold yellow"))
     for sentence in post_mortem_words(summary.post_mortem) if summary.post_mortem else ():
         console.print(Text(printable(sentence), style="bold"))
     console.print(_grid(lead_rows(summary.verdicts)))

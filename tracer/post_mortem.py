@@ -86,7 +86,7 @@ def _would_fit(session: Session, failure: Failure, limit: int) -> dict[str, Any]
         prompt_length=prompt,
         context=context,
         attention=getattr(session.model.config, "_attn_implementation", None),
-        memory=f"{limit}",
+        memory=f"{limit}B",
     )
     document = Planner(request).plan().to_json()
     fit = document["fit"]

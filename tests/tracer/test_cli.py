@@ -321,3 +321,16 @@ def test_the_demo_model_is_small_and_reads_any_unicode():
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     text = "naïve 日本語 🦙 \u202eabc"
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("pair", "options", "says"),
+    [
+        ("max_new_tokens=7", [], "what --max-new-tokens is for"),
+        ("temperature=0.5", ["--temperature", "0.7"], "temperature is given by an option and by --set"),
+    ],
+)
+def test_what_is_given_twice_is_refused(pair, options, says):
+    result = CliRunner().invoke(main, ["run", "--set", pair, *options])
+    assert result.exit_code == 2
+    assert says in result.stderr

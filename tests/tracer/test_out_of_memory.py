@@ -36,7 +36,7 @@ def test_the_run_says_where_what_and_what_would_fit(failed):
     assert "--dtype bfloat16" in text
     assert "Traceback" not in result.output
     shown = CliRunner().invoke(main, ["show", str(path)])
-    assert "This run is oom" in shown.stdout
+    assert "This run ran out of memory" in shown.stdout
     assert "Out of memory in the decode" in shown.stdout
 
 

@@ -173,7 +173,7 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
         ),
         options=Options(given["detail"], given["every"], *given["steps"]),
         max_new_tokens=given["max_new_tokens"],
-        generation=_generation(given) | parse_settings(given["pairs"]),
+        generation=_with_pairs(_generation(given), parse_settings(given["pairs"])),
         seed=given["seed"],
         warmup=given["warmup"],
         repeats=given["repeats"],
@@ -185,6 +185,16 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
         out=given["out"],
         force=given["force"],
     )
+
+
+def _with_pairs(own: dict[str, Any], pairs: dict[str, Any]) -> dict[str, Any]:
+    """Settings of options and of `--set` together: what has an option of its own is given once."""
+    if "max_new_tokens" in pairs:
+        raise UsageError("--set max_new_tokens is what --max-new-tokens is for; give that.")
+    both = sorted(own.keys() & pairs.keys())
+    if both:
+        raise UsageError(f"{', '.join(both)} is given by an option and by --set; give it once.")
+    return own | pairs
 
 
 def _generation(given: dict[str, Any]) -> dict[str, Any]:
