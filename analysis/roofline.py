@@ -22,7 +22,8 @@ from .queries import OWN, SPAN_WORK, STEP_WORK
 from .schema import PHASES, is_aside
 from .stage_sums import is_starvation_known, phase_totals, stage_sums
 from .trace import Trace
-from .waits import NONE, Waits, by_phase, of_row
+from .waits import UNKNOWN as UNKNOWN_WAITS
+from .waits import Waits, by_phase, of_row
 
 COMPUTE, MEMORY, LAUNCH, UNKNOWN = "compute", "memory", "launch", "unknown"
 TIE = 0.9  # of the largest term: a second one that comes so near is named beside it
@@ -253,7 +254,7 @@ def explain(
     ceilings: Ceilings | None,
     dtype: str,
     working_set_bytes: float | None,
-    waits: Waits = NONE,
+    waits: Waits = UNKNOWN_WAITS,
 ) -> Explanation | None:
     """Say where measured time went beyond the roof; null where there is no roof."""
     if ceilings is None or judged.roof_ns is None or not measured_ns:
@@ -406,6 +407,8 @@ def _stage_verdict(
         dtype = facts.dtype or sums.dtype or ""
         time_ns = sums.device_ns * per_call if sums.device_ns is not None else row.time_ns
     size = facts.working_set_bytes
+    if row.time_ns:  # the waits are on the host's clock, the row may be on the device's
+        waits = waits.scaled(time_ns / row.time_ns)
     if is_aside(row.part):
         judged, explanation = _waiting(time_ns, waits)
     else:

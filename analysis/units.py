@@ -53,7 +53,9 @@ def share(fraction: float | None) -> str:
 
 def percent(fraction: float | None) -> str:
     """A fraction in whole percents, one that is not nothing never as 0."""
-    return NONE if fraction is None else f"{fraction:.0%}" if fraction >= 0.01 else "<1%"
+    if fraction is None:
+        return NONE
+    return "<1%" if 0 < fraction < 0.01 else f"{fraction:.0%}"
 
 
 def count(value: int | None) -> str:

@@ -19,8 +19,13 @@ class Waits:
         """What is known of both."""
         return (self.weights_ns or 0.0) + (self.communication_ns or 0.0)
 
+    def scaled(self, factor: float) -> "Waits":
+        """The same on another clock, whose times are so many times as long."""
+        times = (None if ns is None else ns * factor for ns in (self.weights_ns, self.communication_ns))
+        return Waits(*times)
 
-NONE = Waits(0.0, 0.0)
+
+UNKNOWN = Waits()
 
 
 def of_row(row: StageTime, rows: list[StageTime]) -> Waits:

@@ -45,8 +45,8 @@ Hooks of torch that do nothing, before and after the same modules in the same ru
 reached. What comes on top of the marks is the loop's own, at every level and also in steps whose spans are
 not recorded: what the forward was given, what the cache holds before and after it, when choosing and the stop
 check began. In a tight loop these events of `hooks/recorder.py` take 38 µs a step, between the steps of a
-model 70 to 110 µs: it has displaced them from the processor's caches. That is why `layer` and every 8th step
-stay above their aims.
+model 70 to 110 µs: it has displaced them from the processor's caches. That is why the figures stay above the
+aims.
 """
 DOCUMENT = Path(__file__).parent.parent / "docs" / "overhead.md"
 

@@ -74,7 +74,8 @@ def _host_module_call(codes: dict[int, int], tape: HostTape) -> Call:
 
     What marks then stands where that frame stood: a third of what a mark costs.
     """
-    is_compiling, now, original = torch.compiler.is_dynamo_compiling, perf_counter_ns, nn.Module.__call__
+    is_compiling, now, original = torch.compiler.is_dynamo_compiling, perf_counter_ns, _OWN_CALL
+    assert original is not None
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -96,8 +97,8 @@ def _host_module_call(codes: dict[int, int], tape: HostTape) -> Call:
     return call
 
 
-# Whether torch's own `__call__` is the one that `_host_module_call` stands in for.
-_IS_KNOWN = nn.Module.__call__ is getattr(nn.Module, "_wrapped_call_impl", None) and hasattr(nn.Module, "_call_impl")
+# Torch's own `__call__`, which `_host_module_call` stands in for; not what a program has put in its place since.
+_OWN_CALL = getattr(nn.Module, "_wrapped_call_impl", None) if hasattr(nn.Module, "_call_impl") else None
 
 
 def _tape_call(original: Call, codes: dict[int, int], tape: Tape) -> Call:
@@ -204,7 +205,7 @@ class CallMarks:
     def _marking(self, own: type, method: str) -> Call:
         original, codes = getattr(own, method), self._codes[method]
         if isinstance(self._tape, HostTape):
-            if _IS_KNOWN and original is nn.Module.__call__:
+            if original is _OWN_CALL:
                 return _host_module_call(codes, self._tape)
             return _host_call(original, codes, self._tape)
         return _tape_call(original, codes, self._tape)

@@ -593,12 +593,16 @@ def store(ceilings: Ceilings, folder: Path | None = None) -> str | None:
 
 
 def keep(ceilings: Ceilings, folder: Path | None = None) -> tuple[str | None, list[str]]:
-    """Store a calibration unless a better one is there, a full or an undisturbed one; return its file and notes."""
+    """Store a calibration unless a better one is there, a full one or an undisturbed one of the same kind.
+
+    Returns its file and notes.
+    """
     file = str(cache_file(ceilings.device, folder))
     before, _ = load(ceilings.device, folder)
     if before is not None and ceilings.quick and not before.quick:
         return file, ["a full calibration of this device is kept already; this quick one does not replace it"]
-    if before is not None and _was_quiet(before) and not _was_quiet(ceilings):
+    is_alike = before is not None and before.quick == ceilings.quick
+    if before is not None and is_alike and _was_quiet(before) and not _was_quiet(ceilings):
         return file, ["a calibration of a quiet machine is kept already; this disturbed one does not replace it"]
     note = store(ceilings, folder)
     return (None, [note]) if note else (file, [])

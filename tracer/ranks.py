@@ -15,7 +15,7 @@ from lifetrace.errors import TraceError
 
 PATIENCE_S = 2.0
 LAUNCHER = "TORCHELASTIC_RUN_ID"  # set by torchrun: only then RANK and WORLD_SIZE are of this very process
-OF_JOB = (LAUNCHER, "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+OF_JOB = (LAUNCHER, "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Process:
         """The id of the run, which rank 0 gives; one's own where it does not write into the folder in a moment."""
         last = time.monotonic() + PATIENCE_S
         while self.rank > 0 and time.monotonic() < last:
-            if (of_first := _being_written(folder)) is not None:
-                return str(of_first["run_id"]) if of_first.get("job") == self.job else own
+            of_first = _being_written(folder)
+            if of_first is not None and of_first.get("job") == self.job:
+                return str(of_first["run_id"])
             time.sleep(0.02)
         return own
 
@@ -47,21 +48,26 @@ class Process:
 
 
 def _being_written(folder: Path) -> dict[str, Any] | None:
-    """The manifest of the trace that a process writes there now."""
-    return read_manifest(folder) if (folder / MANIFEST).is_file() and is_claimed(folder) else None
+    """The manifest of the trace that a process writes there now; null also while it is none that can be read."""
+    if not ((folder / MANIFEST).is_file() and is_claimed(folder)):
+        return None
+    try:
+        return read_manifest(folder)
+    except TraceError:  # removed since, or not the manifest of this run
+        return None
 
 
 def this_process() -> Process:
     """Ask torch.distributed, else what torchrun says in the environment."""
     if dist.is_available() and dist.is_initialized():
-        return Process(dist.get_rank(), dist.get_world_size(), _job())
+        return Process(dist.get_rank(), dist.get_world_size(), _job(dist.get_world_size()))
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if LAUNCHER in os.environ and rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size):
-        return Process(int(rank), int(world_size), _job())
+        return Process(int(rank), int(world_size), _job(int(world_size)))
     return Process()
 
 
-def _job() -> str | None:
-    """What the processes of one launch have in common and others have not; null where the launcher says nothing."""
+def _job(world_size: int) -> str | None:
+    """What the processes of one launch have in common; null of one alone, or where the launcher says nothing."""
     said = [os.environ.get(name, "") for name in OF_JOB]
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16] if any(said) else None
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16] if any(said) and world_size > 1 else None

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
+from numbers import Integral
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -55,10 +56,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.detail not in DETAILS:
             raise UsageError(f"There is no detail level {self.detail!r}; choose one of {', '.join(DETAILS)}.")
-        if not isinstance(self.every, int) or self.every < 1:
+        if not _is_whole(self.every) or self.every < 1:
             raise UsageError(f"every={self.every!r} keeps no step; give 1 or more.")
         first, last = self.first_step, self.last_step
-        is_range = isinstance(first, int) and (last is None or isinstance(last, int))
+        is_range = _is_whole(first) and (last is None or _is_whole(last))
         if not is_range or first < 0 or (last is not None and last <= first):
             raise UsageError(f"steps=({first!r}, {last!r}) is no range; give (first, last), such as (0, 8).")
 
@@ -77,6 +78,10 @@ class Options:
         """Whether the spans of this step of a call are recorded."""
         inside = self.first_step <= step_in_call and (self.last_step is None or step_in_call < self.last_step)
         return inside and (step_in_call - self.first_step) % self.every == 0
+
+
+def _is_whole(given: object) -> bool:
+    return isinstance(given, Integral)
 
 
 # Sessions that were begun on a program's behalf, by the identity of their model.
@@ -108,7 +113,8 @@ class Session:
         ]
         self.slots = slots_for(self.model, self.lifecycle, options.detail)
         self.device = torch.device(device_of(self.model) or "cpu")
-        self.process.check(path)
+        if not force:  # a trace that is being replaced is still that of another job
+            self.process.check(path)
         prepare_folder(self.path, force)
         self.writer = TraceWriter(self.path)
         self.run_id = f"{datetime.now():%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"

@@ -148,6 +148,10 @@ def _forward_rows(calls: list[tuple[int, int, int]], slots: Sequence[Slot], star
             open_rows.pop()
         parent = open_rows[-1] if open_rows else None
         place = slots[slot].place
+        if place.part in schema.ASIDES and parent is None:  # between the stages: a part of a row there
+            rows.append(Row(Place("other"), a, b, None))
+            open_rows.append(len(rows) - 1)
+            parent = open_rows[-1]
         if place.part in schema.ASIDES and parent is not None:
             place = Place(rows[parent].place.stage, rows[parent].place.layer, place.part)
         elif place.stage == "layer":

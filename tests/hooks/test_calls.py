@@ -146,3 +146,14 @@ def test_a_module_that_is_compiled_while_it_is_marked_runs_what_was_compiled():
     module._compiled_call_impl = lambda given: "compiled"
     assert module(torch.zeros(1, 2)) == "compiled"
     assert codes(tape).tolist() == [12, 13, 12, 13]
+
+
+def test_what_a_program_puts_in_place_of_every_call_is_called(monkeypatch):
+    module, counted = nn.Linear(2, 2), []
+    own = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *given: [counted.append(1), own(self, *given)][1])
+    marks, tape = marks_of(module)
+    marks.on()
+    module(torch.ones(2))
+    assert counted == [1]
+    assert codes(tape).tolist() == [12, 13]

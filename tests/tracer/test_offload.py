@@ -2,6 +2,7 @@
 
 import json
 
+import accelerate
 import pytest
 import torch
 from click.testing import CliRunner
@@ -83,6 +84,25 @@ def test_a_shared_weight_that_is_offloaded_counts_once(tmp_path):
     assert trace.meta["model"]["parameters"] == 180_800 - 256 * 64
     head = trace.modules.set_index("module").loc["lm_head"]
     assert (head.tied_to, head.parameters, head.offloaded) == ("model.embed_tokens", 256 * 64, True)
+
+
+def test_a_model_that_is_brought_whole_waits_between_its_stages(tmp_path):
+    """accelerate's hook brings the whole model before its first forward; it stays for the others."""
+    model, _ = accelerate.cpu_offload_with_hook(make_r(), execution_device="cpu")
+    with lifetrace.trace(model, out=tmp_path / "t") as trace:
+        model.generate(PROMPT, max_new_tokens=3, do_sample=False)
+    brought = trace.spans[trace.spans.part == "weights"]
+    assert set(brought.stage) == {"other"}
+    assert brought.parent.notna().all()
+    assert set(brought.weight_bytes) == {180_800 * 4 + buffer_bytes(model)}
+    tops = trace.spans[trace.spans.parent.isna() & trace.spans.step.notna()]
+    assert tops.groupby("step").host_ns.sum().tolist() == trace.steps.wall_ns.tolist()
+    for phase in judge(trace).phases:
+        assert phase.waits.weights_ns == brought[brought.phase == phase.phase].host_ns.sum()
+
+
+def buffer_bytes(model):
+    return sum(buffer.nbytes for buffer in model.buffers())
 
 
 def test_explain_leaves_products_with_what_computes_them(offloaded, tmp_path):

@@ -78,11 +78,16 @@ def _check_folder(out: Path | None, force: bool) -> None:
 
     Of several processes the first one decides; what they write beside each other is theirs.
     """
-    if out is None or not out.exists() or os.environ.get("RANK", "0") != "0":
+    is_later_rank = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+    if out is None or not out.exists() or is_later_rank:
         return
     if not out.is_dir():
         raise UsageError(f"{out} is a file; give --out the name of a folder.")
-    if not force and any(not file.name.startswith((".", "rank-")) for file in out.iterdir()):
+    try:
+        names = [file.name for file in out.iterdir()]
+    except OSError as error:
+        raise UsageError(f"The folder {out} cannot be read: {error.strerror}. Choose another with --out.") from None
+    if not force and any(not name.startswith((".", "rank-")) for name in names):
         raise UsageError(f"The folder {out} is not empty; choose another with --out, or add --force.")
 
 

@@ -173,7 +173,7 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
         ),
         options=Options(given["detail"], given["every"], *given["steps"]),
         max_new_tokens=given["max_new_tokens"],
-        generation=_with_pairs(_generation(given), parse_settings(given["pairs"])),
+        generation=_with_pairs(_generation(given), parse_settings(given["pairs"]), given["sample"] is not None),
         seed=given["seed"],
         warmup=given["warmup"],
         repeats=given["repeats"],
@@ -187,11 +187,12 @@ def _run_settings(given: dict[str, Any]) -> "RunSettings":
     )
 
 
-def _with_pairs(own: dict[str, Any], pairs: dict[str, Any]) -> dict[str, Any]:
-    """Settings of options and of `--set` together: what has an option of its own is given once."""
+def _with_pairs(own: dict[str, Any], pairs: dict[str, Any], sample_given: bool) -> dict[str, Any]:
+    """Settings of options and of `--set` together: what an option gave, rather than implied, is given once."""
     if "max_new_tokens" in pairs:
         raise UsageError("--set max_new_tokens is what --max-new-tokens is for; give that.")
-    both = sorted(own.keys() & pairs.keys())
+    implied = set() if sample_given else {"do_sample"}
+    both = sorted((own.keys() & pairs.keys()) - implied)
     if both:
         raise UsageError(f"{', '.join(both)} is given by an option and by --set; give it once.")
     return own | pairs
