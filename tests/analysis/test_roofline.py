@@ -26,7 +26,7 @@ from lifetrace.analysis.ceilings import (
 )
 from lifetrace.analysis.roofline import Work, explain, phase_verdicts, rooflines, step_verdicts, verdict
 from lifetrace.analysis.verdict_view import bound_cell, lead_rows
-from lifetrace.analysis.verdicts import decode_batch, judge, kv_context, line, prefill_length
+from lifetrace.analysis.verdicts import decode_batch, judge, kv_context, line, prefill_length, statement
 from lifetrace.analysis.waits import Waits
 
 DEVICE = fake_ceilings()  # 1,000 FLOP/ns, 100 B/ns, 1,000 ns an operator
@@ -465,3 +465,13 @@ class TestThresholds:
         assert slope == pytest.approx(0.6)
         # residual² = 7.2; ÷ (4 − 2) ÷ 5, root
         assert error == pytest.approx((7.2 / 2 / 5) ** 0.5)
+
+
+def test_a_machine_that_was_not_quiet_leaves_little_confidence(tmp_path):
+    """Equal untraced runs that differ by half make every time doubtful; by a tenth they do not."""
+    decode = phase_verdicts(read_trace(prefill_and_decode(tmp_path)), DEVICE)[1]
+    noisy, quiet = statement(decode, DEVICE, noise=1.5), statement(decode, DEVICE, noise=1.1)
+    assert (noisy.confidence, noisy.doubts[0]) == ("low", "equal untraced runs differ by 50%")
+    assert (noisy.bound, noisy.sentence) == (quiet.bound, quiet.sentence)
+    assert quiet == statement(decode, DEVICE)
+    assert quiet.confidence != "low"
