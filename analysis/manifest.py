@@ -11,6 +11,7 @@ from lifetrace.errors import TraceError
 from . import upgrade
 
 MANIFEST = "run.json"
+RANK_FOLDERS = "rank-*"
 MAX_BYTES = 64 * 1024 * 1024
 # Each may take a hundred bytes of memory, so that a few characters a value are what costs most.
 MAX_VALUES = 2_000_000
@@ -100,7 +101,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise TraceError(f"There is no folder {folder}; give the path of a trace.")
     if file.is_symlink():
         raise TraceError(f"{file} is a link; lifetrace reads only what lies in the trace's own folder.")
-    if not file.is_file() and (partition := next(folder.glob(f"rank-*/{MANIFEST}"), None)) is not None:
+    if not file.is_file() and (partition := next(folder.glob(f"{RANK_FOLDERS}/{MANIFEST}"), None)) is not None:
         raise TraceError(
             f"{folder} holds no trace of rank 0, which the others belong to; read one of them: {partition.parent}."
         )

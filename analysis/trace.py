@@ -11,7 +11,7 @@ from lifetrace.errors import TraceError
 
 from . import schema, table_file
 from .gaps import part_gap, status_gap
-from .manifest import MANIFEST, read_manifest
+from .manifest import MANIFEST, RANK_FOLDERS, read_manifest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 3  # of a trace in a folder of runs: a home folder is not searched through
 MAX_DIGITS = 18  # of a part's number
-RANK_FOLDERS = "rank-*"
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from lifetrace.analysis import schema
 from lifetrace.analysis.gaps import CLAIM, is_claimed
-from lifetrace.analysis.trace import RANK_FOLDERS
+from lifetrace.analysis.manifest import RANK_FOLDERS
 from lifetrace.errors import RunError, TraceError
 
 from .claim import Claim
