@@ -19,7 +19,7 @@ from lifetrace.errors import UsageError
 from . import ceilings as ceilings_module
 from .ceilings import Ceilings
 from .roofline import ITEM_BYTES, Verdict, model_dtype, verdict, working_set
-from .schema import is_aside
+from .schema import COMMUNICATION, is_aside
 from .trace import Trace
 
 ROLES = ("scores", "weighted sum")  # of attention's own two products
@@ -334,7 +334,8 @@ def _piece(row: dict[str, Any], depth: int, matmuls: Sequence[Matmul], judge: _J
     parts = [row[name] for name in ("input_bytes", "output_bytes", "weight_bytes", "kv_read_bytes", "kv_write_bytes")]
     bytes_ = needed = None if None in parts else sum(parts)
     if is_aside(row["part"]):  # what is brought comes from elsewhere than the device's memory
-        bytes_, needed = row["weight_bytes"], None
+        is_talk = row["part"].endswith(COMMUNICATION)  # whose bytes nobody counts
+        bytes_, needed = None if is_talk else row["weight_bytes"], None
     time_ns = _time_ns(row)
     return Piece(
         depth=depth,
